@@ -264,6 +264,25 @@ def test_the_pages_check_finds_what_it_is_for() -> None:
 
 
 @pytest.mark.usefixtures("rules")
+def test_the_pages_check_finds_entries_of_the_wrong_kind() -> None:
+    check = importlib.import_module("check_rule").check
+    shampoo = importlib.import_module("shampoo").ShampooRule
+
+    class Lopsided(shampoo):  # type: ignore[misc, valid-type]
+        def statistics(self, g: Any, s: Any, t: int) -> None:
+            s["factor_0"].lerp_(g @ (g.mT + 1), 0.1)
+
+    class Impatient(shampoo):  # type: ignore[misc, valid-type]
+        def update(self, g: Any, s: Any, t: int) -> Any:
+            s["root_0"].mul_(0.9)
+            return super().update(g, s, t)
+
+    for wrong, message in ((Lopsided, "is not symmetric"), (Impatient, "changes root_0")):
+        with pytest.raises(AssertionError, match=message):
+            check(wrong(lr=1e-2))
+
+
+@pytest.mark.usefixtures("rules")
 @pytest.mark.parametrize("name", ["lion:LionRule", "shampoo:ShampooRule"])
 @pytest.mark.parametrize("options", [{}, {"state_dtype": {"moments": torch.bfloat16}}], ids=str)
 def test_rules_of_the_page_descend_with_state_of_the_predicted_size(

@@ -1,13 +1,14 @@
 """Checks that hold for every rule: the same numbers after a resume, one matrix at a time, and
-expert by expert."""
+expert by expert; and that entries of the state are what their kinds say."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lather.optim import MatrixOptimizer, Rule
+from lather.optim import Entry, Matrix, MatrixOptimizer, RefreshingRule, Rule, State
 
 SHAPES = [(6, 4), (6, 4), (3, 4, 5), (5,)]
 
@@ -31,8 +32,43 @@ def trained(
     return [p.detach() for p in params]
 
 
+def watched(rule: Rule) -> Rule:
+    """Return the rule with checks of its phases: factors are symmetric, and only `refresh` changes
+    bases."""
+    cls, kinds = type(rule), dict[str, str]()
+
+    def state(self: Rule, matrix: Matrix) -> dict[str, Entry]:
+        entries = cls.state(self, matrix)
+        kinds.update((name, entry.kind) for name, entry in entries.items())
+        return entries
+
+    def phase(name: str) -> Callable[..., Any]:
+        method = getattr(cls, name)
+
+        def call(self: Rule, *arguments: Any) -> Any:
+            s = next(x for x in arguments if isinstance(x, State))
+            bases = {key: s[key].clone() for key in s if kinds.get(key) == "basis"}
+            answer = method(self, *arguments)
+            for key, before in bases.items():
+                if name != "refresh":
+                    text = f"{name} changes {key}, which is a basis: offload=True would lose that"
+                    assert torch.equal(s[key], before), text
+            for key in s:
+                if kinds.get(key) == "factor":
+                    text = f"after {name}, {key} is not symmetric: it is a statistic, not a factor"
+                    torch.testing.assert_close(s[key], s[key].mT, msg=text)
+            return answer
+
+        return call
+
+    phases = ("statistics", "update", "refresh") if isinstance(rule, RefreshingRule) else ()
+    methods = {name: phase(name) for name in phases or ("update",)}
+    watching = type(cls.__name__, (cls,), {"state": state, **methods})
+    return watching(**{field.name: getattr(rule, field.name) for field in fields(rule)})
+
+
 def check(rule: Rule) -> None:
-    whole = trained(rule)
+    whole = trained(watched(rule))
     for one, other in zip(whole, trained(rule, resume_at=7), strict=True):
         assert torch.equal(one, other), "state is kept outside of `s`, or depends on more than t"
     for one, other in zip(whole, trained(replace(rule, batched=False)), strict=True):

@@ -4,6 +4,7 @@ is."""
 import logging
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from lather.kernels.quantized import BASIS, POSITIVE, SIGNED, dequantize
 from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, Muon, SOAPMuon, state_bytes
 from lather.optim.batched import formats
+from lather.optim.options import Rate
+from lather.optim.rule import Entry, Matrix, RefreshingRule, State
 
 INT8 = torch.int8
 SHAPES = [(64, 96), (64, 96), (2, 64, 64), (9,), (6, 4)]
@@ -198,6 +201,45 @@ def test_idle_experts_keep_every_bit(kind: str) -> None:
         if name.startswith(("factor", "basis", "eigenvalues")):
             assert torch.equal(after[name][1], x[1]), name
             assert not torch.equal(after[name][0], x[0]), name
+
+
+@dataclass(frozen=True)
+class Restless(RefreshingRule):
+    """Changes an entry of each kind in each phase."""
+
+    lr: Rate = 1.0
+
+    def dims(self, matrix: Matrix) -> tuple[int, ...]:
+        return (0,)
+
+    def state(self, matrix: Matrix) -> dict[str, Entry]:
+        kinds: Any = ("moment", "basis", "factor", "statistic")
+        return {kind: Entry((64, 64), kind, initial=1.0) for kind in kinds}
+
+    def statistics(self, g: Tensor, s: State, t: int) -> None:
+        for x in map(s.__getitem__, s):
+            x.mul_(2)
+
+    def update(self, g: Tensor, s: State, t: int) -> Tensor:
+        self.statistics(g, s, t)
+        return g
+
+    def refresh(self, s: State, dim: int, method: str, first: bool) -> None:
+        self.statistics(s["moment"], s, 0)
+
+
+@pytest.mark.parametrize("num_parameters", [1, 3])
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16, INT8], ids=str)
+def test_what_a_rule_writes_in_place_is_stored_whatever_its_kind(
+    state_dtype: Any, num_parameters: int
+) -> None:
+    params = [nn.Parameter(torch.ones(64, 64)) for _ in range(num_parameters)]
+    a = Run(MatrixOptimizer(params, Restless(state_dtype=state_dtype)), params)
+    a.steps(range(3))
+    num_refreshes = a.optimizer.counters["refreshes_done"] // num_parameters
+    assert num_refreshes
+    for name, x in decoded(a).items():
+        assert torch.equal(x, torch.full_like(x, 4.0**3 * 2.0**num_refreshes)), name
 
 
 def test_codes_without_scales_are_refused() -> None:

@@ -63,7 +63,7 @@ class Entry:
     kind: Literal["moment", "basis", "factor", "statistic"] = "statistic"
     """Part of `state_dtype` that sets the stored dtype. moment: has the shape of the matrix; basis:
     a matrix that `refresh` alone changes; factor: a symmetric matrix, of which one triangle is
-    stored, and which `refresh` does not change; a statistic is at least fp32."""
+    stored; a statistic is at least fp32."""
     initial: float | None = 0.0
     """Value before the first step; None: the identity matrix."""
     nonnegative: bool = False

@@ -235,13 +235,15 @@ class Rows(State):
         self._formats, self._stacks, self._index, self._dtype = formats, stacks, index, dtype
         self._stored: dict[str, dict[str, Tensor]] = {}
         """For each entry that was read, the rows of its stored tensors."""
-        self._decoded: dict[str, Tensor] = {}
+        self._decoded: dict[str, tuple[Tensor, int]] = {}
+        """For each of them, what the rule was given, and its version then."""
 
     def __missing__(self, name: str) -> Tensor:
         form = self._formats[name]
         stored = self._stored[name] = {key: self._stacks[key][self._index] for key in form.stored}
-        self.data[name] = self._decoded[name] = form.decode(stored, self._dtype)
-        return self.data[name]
+        x = self.data[name] = form.decode(stored, self._dtype)
+        self._decoded[name] = x, 0 if torch.is_inference_mode_enabled() else x._version
+        return x
 
     def __contains__(self, name: object) -> bool:
         return name in self._formats or name in self.data
@@ -253,16 +255,19 @@ class Rows(State):
         return len(self._formats)
 
     def store(self, kinds: Sequence[str], step: int) -> None:
-        """Store the entries of these kinds that were read, and those that the rule has replaced.
-        `step`: t."""
+        """Store the entries of these kinds that were read, which kernels may have changed, and of
+        all kinds those that the rule has replaced or torch has changed. `step`: t."""
         is_view = isinstance(self._index, slice)
         for name, x in list(self.data.items()):
             form = self._formats[name]
             if name not in self._stored:  # the rule has set it without reading it
                 self.__missing__(name)
-            stored, is_same = self._stored[name], x is self._decoded[name]
-            if is_same and (form.entry.kind not in kinds or (is_view and x is stored[name])):
-                continue
+            stored, (decoded, version) = self._stored[name], self._decoded[name]
+            if x is decoded:
+                is_stored = is_view and x is stored[name]
+                may_differ = form.entry.kind in kinds or torch.is_inference_mode_enabled()
+                if is_stored or not (may_differ or x._version != version):
+                    continue
             form.encode(x, stored, step)
             for key, part in stored.items() if not is_view else ():
                 self._stacks[key][self._index] = part
