@@ -4,11 +4,14 @@ is."""
 import logging
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from optim_helpers import (
     Run,
     all_same,
@@ -20,12 +23,15 @@ from optim_helpers import (
     whole,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from lather.boxes import Piece
 from lather.kernels.quantized import BASIS, POSITIVE, SIGNED, dequantize
 from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, Muon, SOAPMuon, state_bytes
 from lather.optim.batched import formats
 from lather.optim.options import Rate
-from lather.optim.rule import Entry, Matrix, RefreshingRule, State
+from lather.optim.rule import Entry, Matrix, RefreshingRule, Rule, State
 
 INT8 = torch.int8
 SHAPES = [(64, 96), (64, 96), (2, 64, 64), (9,), (6, 4)]
@@ -181,7 +187,7 @@ def test_each_part_has_its_code() -> None:
     b.optimizer.load_state_dict(a.optimizer.state_dict())
     codes = {"exp_avg": SIGNED, "exp_avg_sq": POSITIVE, "basis_0": BASIS}
     for name, code in codes.items():
-        x, y = a.state(0)[name], b.state(0)[name]
+        x, y = a.state(0)[name], b.state(0)[f"{name}_codes"]
         decoded_x = dequantize(y.view(INT8), b.state(0)[f"{name}_scale"], code=code)
         assert y.dtype == (torch.uint8 if code is POSITIVE else INT8)
         assert (decoded_x - x).norm() <= 0.03 * x.norm(), name
@@ -249,3 +255,70 @@ def test_codes_without_scales_are_refused() -> None:
     del saved["state"][0]["momentum_buffer_scale"]
     with pytest.raises(ValueError, match="momentum_buffer_scale missing"):
         made("muon", state_dtype=INT8).optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own", "missing"),
+    [
+        (INT8, None, r"momentum_buffer\b"),
+        (INT8, torch.float32, r"momentum_buffer\b"),
+        (None, INT8, "momentum_buffer_codes"),
+    ],
+    ids=str,
+)
+def test_distributed_checkpoints_never_take_codes_for_numbers(
+    theirs: Any, own: Any, missing: str, tmp_path: Path
+) -> None:
+    """DCP copies what has the same name, in any dtype, into the tensors that are there."""
+
+    def state_of(state_dtype: Any) -> dict[str, Any]:
+        model = nn.Linear(96, 64, bias=False)
+        optimizer = Muon(model.parameters(), lr=1e-2, state_dtype=state_dtype)
+        give_gradients(list(model.parameters()), 0)
+        optimizer.step()
+        return {"optimizer": get_optimizer_state_dict(model, optimizer)}
+
+    saved = state_of(theirs)
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointException, match=missing):
+        dcp.load(state_of(own), checkpoint_id=tmp_path, no_dist=True)
+    room = state_of(theirs)
+    dcp.load(room, checkpoint_id=tmp_path, no_dist=True)
+    for key, x in saved["optimizer"]["state"]["weight"].items():
+        assert torch.equal(room["optimizer"]["state"]["weight"][key], x), key
+
+
+@pytest.mark.parametrize("end", ["codes", "scale"])
+def test_entries_whose_stored_tensors_would_share_a_name_are_refused(end: str) -> None:
+    @dataclass(frozen=True)
+    class TwoMoments(Rule):
+        def state(self, matrix: Matrix) -> dict[str, Entry]:
+            return {"m": Entry(matrix.shape, "moment"), f"m_{end}": Entry(())}
+
+    p = [nn.Parameter(torch.zeros(64, 96))]
+    MatrixOptimizer(p, TwoMoments(lr=1e-3))
+    message = f"'m' and 'm_{end}' of the rule .* would both be stored as 'm_{end}'.*rename"
+    with pytest.raises(ValueError, match=message):
+        MatrixOptimizer(p, TwoMoments(lr=1e-3, state_dtype=INT8))
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 300), (100, 56), (128, 172), (250, 50)])
+def test_pieces_that_begin_inside_a_block_are_read_with_their_scales(
+    start: int, length: int
+) -> None:
+    entry = Entry((32, 300), "moment")
+    coded = formats.EntryFormat.of("m", entry, INT8)
+    wide = formats.EntryFormat.of("m", entry, torch.float32)
+    x = torch.randn(1, 32, 300) * torch.logspace(-3, 3, 300)
+    stored = {key: y[0] for key, y in coded.allocate(1, x.device).items()}
+    coded.encode(x[0], stored)
+
+    def read_into(target: Tensor, name: str, offset: Sequence[int]) -> None:
+        whole = stored[name.removeprefix("p/")]
+        rows, columns = (slice(o, o + n) for o, n in zip(offset, target.shape, strict=True))
+        target.copy_(whole[rows, columns])
+
+    piece = Piece("p/m", torch.zeros(32, length), (0, start), (32, 300))
+    wide.read({"m": piece}, lambda name: getattr(stored.get(name[2:]), "dtype", None), read_into)
+    expected = coded.decode(stored, torch.float32)[:, start : start + length]
+    assert torch.equal(piece.value, expected)

@@ -28,7 +28,7 @@ from lather.checkpoint.state import EntryPieces, TrainingState
 from lather.errors import CheckpointError, ExchangeError
 from lather.files import sha256
 from lather.models.routing import CORRECTION_BIAS
-from lather.optim.batched.formats import SCALE, EntryFormat
+from lather.optim.batched.formats import EntryFormat
 from lather.optim.batched.remainders import REMAINDER, exact_weight, set_weight
 from lather.parallel.agreement import errors_on_all_ranks
 from lather.safetensors_file import DTYPE_NAMES, DTYPES, Index, SafetensorsFiles, open_safetensors
@@ -190,11 +190,16 @@ def _read_entry(
     """Fill the optimizer state of a parameter or an expert, in its formats, from those of the
     checkpoint."""
     stored = tensors.tensors
-    there = {key: piece for key, piece in pieces.items() if piece.name in stored}
-    for key, piece in there.items():
-        if key in formats:
-            formats[key].read(pieces, lambda name: DTYPES[stored[name].dtype], tensors.read_into)
-        elif key != REMAINDER and not key.endswith(SCALE):
+
+    def dtype_of(name: str) -> torch.dtype | None:
+        return DTYPES[stored[name].dtype] if name in stored else None
+
+    for form in formats.values():
+        if form.key in pieces:
+            form.read(pieces, dtype_of, tensors.read_into)
+    of_formats = {key for form in formats.values() for key in form.stored}
+    for key, piece in pieces.items():
+        if key not in of_formats and key != REMAINDER and piece.name in stored:
             tensors.read_into(piece.value, piece.name, piece.offset)
 
 

@@ -2,9 +2,12 @@
 
     packed    of a factor, which is symmetric, one triangle is stored, as a rectangle
               (`lather.kernels.triangle`)
-    int8      codes of 8 bits, and a scale for each block of elements of the last dim, in a
-              second tensor, `..._scale` (`lather.kernels.quantized`)
-    others    one tensor, in the dtype of its kind
+    int8      codes of 8 bits, `..._codes`, and a scale for each block of elements of the last dim,
+              `..._scale` (`lather.kernels.quantized`)
+    others    one tensor, in the dtype of its kind, with the name of the entry
+
+Codes have a name of their own, so that a loader that copies tensors by name, such as
+torch.distributed.checkpoint, never takes codes for the numbers themselves.
 
 The dtype of codes tells how they are decoded: uint8 holds second moments, which are not negative,
 int8 everything else. Moments and factors are rounded stochastically, so that averages do not drift;
@@ -42,6 +45,9 @@ from lather.optim.rule import Entry, State
 
 CODES = (torch.int8, torch.uint8)
 """dtypes of codes."""
+
+ENCODED = "_codes"
+"""End of the name of the tensor with the codes of an entry."""
 
 SCALE = "_scale"
 """End of the name of the tensor with the scales of an entry."""
@@ -98,6 +104,11 @@ class EntryFormat:
         return cls(name, entry, torch.uint8 if is_positive else dtype)
 
     @cached_property
+    def key(self) -> str:
+        """Name of the stored tensor with the elements."""
+        return f"{self.name}{ENCODED}" if self.dtype in CODES else self.name
+
+    @cached_property
     def is_packed(self) -> bool:
         """Whether one triangle of a symmetric matrix is stored."""
         return self.entry.kind == "factor"
@@ -113,10 +124,10 @@ class EntryFormat:
         kind = self.entry.kind
         entry = StateEntry(shape, self.dtype, kind == "moment", kind == "basis")
         if self.dtype not in CODES:
-            return {self.name: entry}
+            return {self.key: entry}
         blocks = (*shape[:-1], num_blocks(shape[-1]))
         scale = replace(entry, shape=blocks, dtype=torch.float32, is_moment=False, is_scale=True)
-        return {self.name: entry, f"{self.name}{SCALE}": scale}
+        return {self.key: entry, f"{self.name}{SCALE}": scale}
 
     def allocate(self, batch: int, device: torch.device) -> dict[str, Tensor]:
         """Return the stored tensors of a batch with the initial value."""
@@ -129,7 +140,7 @@ class EntryFormat:
 
     def initialize(self, stored: Mapping[str, Tensor]) -> None:
         """Give the stored tensors of a batch the initial value."""
-        x, initial = stored[self.name], self.entry.initial
+        x, initial = stored[self.key], self.entry.initial
         is_stored = not self.is_packed and self.dtype not in CODES
         whole = x if is_stored else x.new_empty((1, *self.entry.shape), dtype=torch.float32)
         whole.fill_(initial or 0.0)
@@ -144,7 +155,7 @@ class EntryFormat:
 
     def decode(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the entry in the dtype of computation: the stored tensor, if it is plain."""
-        x = stored[self.name] if self.dtype not in CODES else self.widened(stored)
+        x = stored[self.key] if self.dtype not in CODES else self.widened(stored)
         if not self.is_packed:
             return x.to(dtype)
         n = self.entry.shape[-1]
@@ -158,14 +169,14 @@ class EntryFormat:
 
     def widened(self, stored: Mapping[str, Tensor]) -> Tensor:
         """Return the stored elements, factors still packed, in a dtype of floats."""
-        x = stored[self.name]
+        x = stored[self.key]
         if x.dtype not in CODES:
             return x
         return dequantize(x.view(torch.int8), stored[f"{self.name}{SCALE}"], code=self._code)
 
     def narrow(self, x: Tensor, stored: Mapping[str, Tensor], step: int | None = None) -> None:
         """Store elements, factors packed; rows of them, or all."""
-        target, is_random = stored[self.name], step is not None and self.entry.kind != "basis"
+        target, is_random = stored[self.key], step is not None and self.entry.kind != "basis"
         if target.dtype in CODES:
             codes, scales = target.view(torch.int8), stored[f"{self.name}{SCALE}"]
             quantize_(x.float(), codes, scales, step or 0, code=self._code, stochastic=is_random)
@@ -177,35 +188,40 @@ class EntryFormat:
     def read(
         self,
         pieces: Mapping[str, Piece],
-        dtype_of: Callable[[str], torch.dtype],
+        dtype_of: Callable[[str], torch.dtype | None],
         read_into: Callable[[Tensor, str, Sequence[int]], None],
     ) -> None:
         """Fill the pieces of the stored tensors, which have the same rows, from a checkpoint that
-        may have the elements in another dtype.
+        may have the elements in another dtype, or not at all.
 
         Args:
             pieces: stored tensor -> the piece, with its name in the checkpoint.
-            dtype_of: name in the checkpoint -> dtype.
+            dtype_of: name in the checkpoint -> dtype; None if the checkpoint does not have it.
             read_into: fills a tensor from the offset of a tensor in the checkpoint.
         """
-        piece = pieces[self.name]
-        theirs = replace(self, dtype=dtype_of(piece.name))
-        if theirs.stored.keys() == self.stored.keys() and theirs.dtype not in CODES:
-            theirs = self
-        if theirs == self:
+        piece = pieces[self.key]
+        parent = piece.name.removesuffix(self.key)
+        dtype = dtype_of(f"{parent}{self.name}{ENCODED}") or dtype_of(f"{parent}{self.name}")
+        if dtype is None:
+            return
+        theirs = replace(self, dtype=dtype)
+        if theirs.key == self.key:
             for key in self.stored:
                 read_into(pieces[key].value, pieces[key].name, pieces[key].offset)
             return
-        size, offset = tuple(piece.value.shape), piece.offset
-        boxes = {self.name: (size, offset)}
+        size, offset, skipped = tuple(piece.value.shape), tuple(piece.offset), 0
+        boxes = {theirs.key: (size, offset)}
         if theirs.dtype in CODES:
+            skipped = offset[-1] % BLOCK  # elements before the piece in its first block
+            size, offset = (*size[:-1], skipped + size[-1]), (*offset[:-1], offset[-1] - skipped)
             blocks = (*size[:-1], num_blocks(size[-1])), (*offset[:-1], offset[-1] // BLOCK)
-            boxes[f"{self.name}{SCALE}"] = blocks
+            boxes = {theirs.key: (size, offset), f"{self.name}{SCALE}": blocks}
         stored = {}
         for key, (shape, start) in boxes.items():
             stored[key] = torch.empty(shape, dtype=theirs.stored[key].dtype, device="cpu")
-            read_into(stored[key], piece.name + key.removeprefix(self.name), start)
-        x = theirs.widened(stored).to(piece.value.device)
+            read_into(stored[key], f"{parent}{key}", start)
+        x = theirs.widened(stored)[..., skipped:] if skipped else theirs.widened(stored)
+        x = x.to(piece.value.device)
         self.narrow(x, {key: pieces[key].value for key in self.stored})
 
     @property
@@ -264,7 +280,7 @@ class Rows(State):
                 self.__missing__(name)
             stored, (decoded, version) = self._stored[name], self._decoded[name]
             if x is decoded:
-                is_stored = is_view and x is stored[name]
+                is_stored = is_view and x is stored.get(name)
                 may_differ = form.entry.kind in kinds or torch.is_inference_mode_enabled()
                 if is_stored or not (may_differ or x._version != version):
                     continue

@@ -31,8 +31,9 @@ from torch import Tensor
 
 from lather.boxes import Box, is_dtensor, local
 from lather.kernels.quantized import BLOCK, num_blocks
-from lather.optim.batched.formats import CODES, SCALE, EntryFormat, StateEntry, is_coded
+from lather.optim.batched.formats import CODES, ENCODED, SCALE, EntryFormat, StateEntry, is_coded
 from lather.optim.batched.remainders import REMAINDER
+from lather.optim.options import name_of
 from lather.optim.plain import plain
 from lather.optim.rule import Entry, Matrix, Rule
 
@@ -133,7 +134,18 @@ class Layout:
             is_small = not (self.rule.elementwise or is_coded(entry.shape))
             return torch.float32 if is_small and dtypes[entry.kind] in CODES else dtypes[entry.kind]
 
-        return {name: EntryFormat.of(name, x, dtype_of(x)) for name, x in entries.items()}
+        formats = {name: EntryFormat.of(name, x, dtype_of(x)) for name, x in entries.items()}
+        owners = dict[str, str]()
+        for name, form in formats.items():
+            for key in form.stored:
+                if (other := owners.setdefault(key, name)) != name:
+                    raise ValueError(
+                        f"the entries {other!r} and {name!r} of the rule "
+                        f"{name_of(type(self.rule))!r} would both be stored as {key!r} (codes and "
+                        "scales of state_dtype int8): rename one of the two, or give its group "
+                        "state_dtype=torch.float32"
+                    )
+        return formats
 
     @cached_property
     def entries(self) -> dict[str, StateEntry]:
@@ -161,9 +173,15 @@ class Layout:
 
     def formats_of(self, state: Mapping[str, Any]) -> dict[str, EntryFormat]:
         """Return the formats in which a state has the entries of this layout."""
+
+        def dtype_in(state: Mapping[str, Any], form: EntryFormat) -> torch.dtype:
+            codes = getattr(state.get(f"{form.name}{ENCODED}"), "dtype", None)
+            if codes in CODES:
+                return codes
+            return getattr(state.get(form.name), "dtype", form.dtype)
+
         return {
-            name: replace(form, dtype=getattr(state.get(name), "dtype", form.dtype))
-            for name, form in self.formats.items()
+            name: replace(form, dtype=dtype_in(state, form)) for name, form in self.formats.items()
         }
 
     def stored_in(self, state: Mapping[str, Any]) -> dict[str, StateEntry]:
@@ -304,11 +322,11 @@ def _converted(
 ) -> dict[str, Tensor]:
     """Convert an entry from the format `form` to that of the layout; parts of DTensors stay where
     they are."""
-    new, source = layout.formats[form.name], stored[form.name]
+    new, source = layout.formats[form.name], stored[form.key]
     x = form.widened({key: local(value) for key, value in stored.items()})
-    result = {form.name: x.new_empty(x.shape, dtype=new.dtype)}
+    result = {new.key: x.new_empty(x.shape, dtype=new.dtype)}
     if new.dtype in CODES:
-        result[f"{form.name}{SCALE}"] = x.new_empty(
+        result[f"{new.name}{SCALE}"] = x.new_empty(
             *x.shape[:-1], num_blocks(x.shape[-1]), dtype=torch.float32
         )
     new.narrow(x, result)
