@@ -194,6 +194,9 @@ QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange 
             for kinds in [rank["steps"]["the first optimizer step"]["kinds"]]
         ),
     ),
+    r"GiB of frozen weights in a step": lambda path: _gib(
+        path, lambda plan: max(rank["host"]["frozen"] for rank in plan["ranks"])
+    ),
     r"GiB of a checkpoint, largest rank": lambda path: _gib(
         path, lambda plan: max(rank["checkpoint"] for rank in plan["ranks"])
     ),

@@ -72,13 +72,16 @@ NARROWED = {"float32": 1, "bfloat16": 2, "int8": 4}
 
 class MadeUp:
     """Stands for a plan: bytes computed from a configuration, without dry runs. Parameters take 60
-    of them, gradients 30; a pipeline gathers another 50, or 10 block by block."""
+    of them, gradients 30; a pipeline gathers another 50, or 10 block by block; weights rounded for
+    a step take `rounded`."""
 
     assumed = Assumed("cpu")
     bus = (0.0, 0.0)
     frozen = 0.0
 
-    def __init__(self, config: Config, world_size: int, activations: int = 200) -> None:
+    def __init__(
+        self, config: Config, world_size: int, activations: int = 200, rounded: int = 0
+    ) -> None:
         self.config, self.world_size = config, world_size
         train, optim = config.train, config.optim
         state = STATES[optim.name]
@@ -94,8 +97,15 @@ class MadeUp:
             self.gathered = 50 if config.parallel.resolved_gather == "stage" else 10
         rest += 30 if train.weight_dtype == "bfloat16" else 60
         rest += 15 if train.gradient_dtype == "bfloat16" else 30
-        self.needed = (rest + state + self.activations + self.gathered) * 2 // world_size
-        kinds = {"activations": self.activations, "gathered parameters": self.gathered}
+        is_rounded = train.rounded_weights == "step" and train.weight_dtype == "float32"
+        rounded = rounded if is_rounded else 0
+        total = rest + state + self.activations + self.gathered + rounded
+        self.needed = total * 2 // world_size
+        kinds = {
+            "activations": self.activations,
+            "gathered parameters": self.gathered,
+            "rounded weights": rounded,
+        }
         step = SimpleNamespace(
             total=np.array([self.needed]), of_kind=lambda kind: np.array([kinds[kind]])
         )
@@ -119,6 +129,7 @@ def advised(
     *,
     config: Config | None = None,
     activations: int = 200,
+    rounded: int = 0,
     machine: int = 8,
     world: int = 2,
     refused: Callable[[Config], bool] = lambda config: False,
@@ -130,13 +141,13 @@ def advised(
     def planned(config: Config, world: int, assumed: Assumed, *, pool: object) -> MadeUp:
         if refused(config):
             raise ConfigError("cannot run")
-        return MadeUp(config, world, activations)
+        return MadeUp(config, world, activations, rounded)
 
     with (
         patch.object(advice_module, "plan", planned),
         patch.object(advice_module, "worker_processes", nullcontext),
     ):
-        given: Any = MadeUp(config, world, activations)
+        given: Any = MadeUp(config, world, activations, rounded)
         return advise(config, given, memory, machine=machine, say=say)
 
 
@@ -184,6 +195,42 @@ def test_another_rule_keeps_the_form_of_its_state() -> None:
     advice = advised(50, activations=0)
     muon = {**INT8, **NARROW, **OFFLOAD, "optim.name": "muon"}
     assert changes_of(advice)[7] == muon  # offloaded state is not divided into rows
+
+
+def test_weights_are_rounded_block_by_block_beside_a_state_in_bf16() -> None:
+    """Weights in bf16, of the next rung, need no rounded copies. Where stages are gathered, and
+    where copies are few, blocks would save nothing."""
+    muon, rounding = deep_config("muon", ep=2), {"train.rounded_weights": "block"}
+    assert changes_of(advised(1, config=muon, activations=0, rounded=60))[:3] == [
+        {**BF16, **rounding},
+        INT8,
+        {**BF16, **NARROW},
+    ]
+    few = advised(1, config=muon, activations=0, rounded=2)
+    pipeline = deep_config("muon", pp=2)
+    stages = advised(1, config=pipeline, activations=0, machine=1, rounded=60)
+    for advice in (few, stages):
+        assert BF16 in changes_of(advice)
+        assert not any("train.rounded_weights" in changes for changes in changes_of(advice))
+
+
+def test_offload_takes_back_what_does_not_go_with_it() -> None:
+    config = deep_config("soap", ep=2)
+    rule: Any = config.optim
+    config = replace(config, optim=replace(rule, ownership="replicated", async_refresh=True))
+    settings = changes_of(advised(1, config=config, activations=0))
+    whole = {"optim.ownership": "whole", "optim.async_refresh": False}
+    assert any(changes.items() >= {**OFFLOAD, **whole}.items() for changes in settings)
+
+
+def test_frozen_weights_on_the_host_are_gathered_block_by_block() -> None:
+    """A single data rank gathers nothing else, and so has no other rung for it."""
+    config = deep_config("muon", pp=2)
+    config = replace(config, lora=replace(config.lora, rank=4))
+    settings = changes_of(advised(1, config=config, activations=0, machine=1))
+    offloaded = [changes for changes in settings if changes.get("train.offload_frozen")]
+    assert offloaded
+    assert all(changes["parallel.gather"] == "block" for changes in offloaded)
 
 
 def test_frozen_weights_travel_at_the_rate_of_the_bus() -> None:

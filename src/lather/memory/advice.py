@@ -25,7 +25,7 @@ from lather.config.optim import optim_config
 from lather.errors import ConfigError
 from lather.memory.plan import MemoryPlan, allowance_for, plan
 from lather.memory.workers import worker_processes
-from lather.optim.options import name_of
+from lather.optim.options import NEEDED_BY_OFFLOAD, name_of
 
 FLOPS = 400e12
 """Assumed flops per second of a device."""
@@ -181,11 +181,13 @@ class _Ladder:
         yield from (self.longer_pipeline, self.more_ranks)
 
     def planned(self, rung: Sequence[Changes]) -> list[Setting]:
-        """Plan the settings of a rung that were not planned yet, at the same time."""
+        """Plan the settings of a rung that were not planned yet, at the same time. A value of None
+        takes the change of a lower rung back."""
         todo: list[tuple[Changes, Config, int]] = []
         known = [(setting.config, setting.plan.world_size) for setting in self.tried]
         for added in rung:
             changes = {**self.best.changes, **added}
+            changes = {name: value for name, value in changes.items() if value is not None}
             if "optim.name" in added:
                 kept = (k for k in changes if k in OF_ANY_RULE or not k.startswith("optim."))
                 changes = {**{k: changes[k] for k in kept}, **added}
@@ -289,39 +291,63 @@ class _Ladder:
         )
 
     def states(self) -> list[Changes]:
-        """The state in bf16 and in 8 bits; if the rule has two sides, also of a single side of each
-        matrix."""
+        """The state in bf16, with weights rounded block by block, and in 8 bits; if the rule has
+        two sides, also of a single side of each matrix."""
         optim = self.config.optim
         if not hasattr(optim, "state_dtype"):
             return []
         bf16, int8 = ({"optim.state_dtype": dtype} for dtype in ("bfloat16", "int8"))
         side = [{"optim.sides": "smaller", **int8}] if hasattr(optim, "sides") else []
-        return [bf16, int8, *side]
+        rounding: Changes = {"train.rounded_weights": "block"} if self.rounds_for_steps else {}
+        return [{**bf16, **rounding}, int8, *side]
+
+    @property
+    def rounds_for_steps(self) -> bool:
+        """Whether rounded weights are kept for whole steps that could be those of blocks, and take
+        so much that it counts as a help."""
+        config, plan = self.best.config, self.best.plan
+        if config.parallel.resolved_gather == "stage" or config.train.rounded_weights != "step":
+            return False
+        steps = (step for run in plan.ranks for step in run.steps.values())
+        most = max(int(step.of_kind("rounded weights").max()) for step in steps)
+        return most >= (1 - HELPS) * plan.needed
 
     def narrow(self) -> list[Changes]:
-        """Sums of gradients in bf16, and weights, if products are in bf16."""
-        is_bf16 = self.config.train.precision == "bf16"
-        weights = {"train.weight_dtype": "bfloat16"} if is_bf16 else {}
-        return [{**weights, "train.gradient_dtype": "bfloat16"}]
+        """Sums of gradients in bf16, and weights, if products are in bf16; these need no rounded
+        copies."""
+        gradients: Changes = {"train.gradient_dtype": "bfloat16"}
+        if self.config.train.precision != "bf16":
+            return [gradients]
+        has_copies = "train.rounded_weights" in self.best.changes
+        rounding = {"train.rounded_weights": None} if has_copies else {}
+        return [{**rounding, "train.weight_dtype": "bfloat16", **gradients}]
 
     def offload(self) -> list[Changes]:
         """State in the host's memory, without remainders of weights, which would stay on the
-        device; beside adapters, the frozen weights."""
-        if self.config.lora.rank > 0:
-            return [{"train.offload_frozen": True}]
-        has_remainders = self.best.config.train.weight_dtype == "bfloat16"
+        device, and without options that do not go with it; beside adapters, the frozen weights, of
+        which a pipeline would keep those of whole stages."""
+        config, optim = self.best.config, self.best.config.optim
+        if config.lora.rank > 0:
+            block = (
+                {"parallel.gather": "block"} if config.parallel.resolved_gather == "stage" else {}
+            )
+            return [{**block, "train.offload_frozen": True}]
+        has_remainders = config.train.weight_dtype == "bfloat16"
         rounding = {"optim.weight_rounding": "stochastic"} if has_remainders else {}
-        return [{**rounding, "optim.offload": True}]
+        needed = {
+            f"optim.{name}": value
+            for name, (value, _) in NEEDED_BY_OFFLOAD.items()
+            if getattr(optim, name, value) != value
+        }
+        return [{**rounding, **needed, "optim.offload": True}]
 
     def rows(self) -> list[Changes]:
-        """Rows of every matrix's state on every rank, if parameters are sharded."""
-        parallel, optim = self.best.config.parallel, self.config.optim
+        """Rows of every matrix's state on every rank, if parameters are sharded and the state is
+        on the device."""
+        parallel, optim = self.best.config.parallel, self.best.config.optim
         is_sharded = parallel.data_ranks(self.present.world_size) > parallel.replicas
-        return (
-            [{"optim.ownership": "replicated"}]
-            if is_sharded and hasattr(optim, "ownership")
-            else []
-        )
+        is_possible = hasattr(optim, "ownership") and not getattr(optim, "offload", False)
+        return [{"optim.ownership": "replicated"}] if is_sharded and is_possible else []
 
     def leanest_rule(self) -> list[Changes]:
         optim = self.config.optim

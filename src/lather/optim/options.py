@@ -196,13 +196,17 @@ def check(rule: Any) -> None:
         _check_offload(rule)
 
 
+NEEDED_BY_OFFLOAD: Mapping[str, tuple[Any, str]] = {
+    "async_refresh": (False, "bases are refreshed while their matrices visit the GPU"),
+    "num_streams": (1, "copies have streams of their own, beside that of the step"),
+    "ownership": ("whole", "every rank would fetch the rows of all"),
+}
+"""Values of other options without which `offload` is refused, and why."""
+
+
 def _check_offload(rule: Any) -> None:
     """Raise ValueError for an option with another value than `offload` needs."""
-    for name, needed, reason in (
-        ("async_refresh", False, "bases are refreshed while their matrices visit the GPU"),
-        ("num_streams", 1, "copies have streams of their own, beside that of the step"),
-        ("ownership", "whole", "every rank would fetch the rows of all"),
-    ):
+    for name, (needed, reason) in NEEDED_BY_OFFLOAD.items():
         value = getattr(rule, name, needed)
         if value != needed:
             raise ValueError(
