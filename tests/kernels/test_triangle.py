@@ -50,6 +50,17 @@ def test_there_and_back(implementation: ModuleType, n: int, dtype: torch.dtype) 
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("n", [0, 3, 4])
+def test_no_matrices(implementation: ModuleType, shape: tuple[int, ...], n: int) -> None:
+    x, packed = torch.empty(*shape, n, n), torch.empty(*shape, triangle_numel(n))
+    implementation.pack_triangle(x, packed)
+    implementation.unpack_triangle(packed, x)
+    assert pack_triangle(x).shape == packed.shape
+    assert unpack_triangle(packed, n).shape == x.shape
+
+
+@IMPLEMENTATIONS
 def test_a_product_that_is_symmetric_up_to_rounding_becomes_symmetric(
     implementation: ModuleType,
 ) -> None:

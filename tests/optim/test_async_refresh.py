@@ -21,7 +21,7 @@ from optim_helpers import (
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
-from lather.optim.batched import refresh, streams
+from lather.optim.batched import refresh, streams, visits
 from lather.optim.linalg import eigenbasis
 from lather.optim.rules.kl_soap import KLSOAPRule
 
@@ -179,6 +179,34 @@ def test_streams_of_the_update_and_of_the_refresh_are_kept_apart(
     assert list(streams.on_streams(range(5), own, 3, Stream.cuda)) == list(range(5))
     assert len({id(stream) for stream in own.values()}) == 4
     streams.join(own)
+
+
+def test_each_device_has_streams_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a model moves to another GPU, the work on both is waited for."""
+    waited = list[tuple[str, torch.device, torch.device]]()
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def wait_stream(self, other: "Stream") -> None:
+            waited.append(("stream", self.device, other.device))
+
+        def synchronize(self) -> None:
+            waited.append(("host", self.device, self.device))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    own: streams.SideStreams = {}
+    devices = [torch.device("cuda", number) for number in (0, 1, 0)]
+    for device in devices:
+        for number in (streams.BESIDE, visits.WRITING):
+            assert streams.after_the_caller(own, number, device).device == device
+    assert len(own) == 4
+    waited.clear()
+    streams.join(own)
+    visits.wait_for_host(own)
+    assert waited == [(by, x, x) for by in ("stream", "host") for x in devices[:2]]
 
 
 def test_a_step_that_raises_keeps_the_bases_of_the_one_before() -> None:

@@ -14,7 +14,7 @@ PANEL = 32
 
 
 def pack_triangle(x: Tensor, out: Tensor) -> None:
-    below, corner, h, t = _parts(out.view(*out.shape[:-1], -1), x.shape[-1])
+    below, corner, h, t = _parts(out, x.shape[-1])
     below.copy_(x[..., :h])
     corner.copy_(torch.where(_upper(t, x), x[..., h:, h:].to(out.dtype), corner))
 

@@ -15,9 +15,9 @@ from lather.device import gpu_module, is_gpu
 
 T = TypeVar("T")
 
-SideStreams = dict[int, Any]
-"""Side streams by number. All steps use the same streams, because torch's allocator caches memory
-per stream."""
+SideStreams = dict[tuple[int, torch.device], Any]
+"""Side streams by number and device. All steps use the same streams, because torch's allocator
+caches memory per stream."""
 
 BESIDE = -1
 """Number of the side stream for work that runs while the caller goes on."""
@@ -46,10 +46,10 @@ def beside(streams: SideStreams, changed: Iterable[Tensor], device: torch.device
 
 
 def join(streams: SideStreams) -> None:
-    """Make the caller's stream wait for the work of `beside`."""
-    if BESIDE in streams:
-        device = streams[BESIDE].device
-        gpu_module(device).current_stream(device).wait_stream(streams[BESIDE])
+    """Make the caller's stream of each device wait for the work of `beside`."""
+    for (number, device), stream in streams.items():
+        if number == BESIDE:
+            gpu_module(device).current_stream(device).wait_stream(stream)
 
 
 def on_streams(
@@ -75,7 +75,8 @@ def on_streams(
 def after_the_caller(streams: SideStreams, number: int, device: torch.device) -> Any:
     """Return a side stream whose further work begins after all work that the caller's stream has
     been given."""
-    if number not in streams:
-        streams[number] = gpu_module(device).Stream(device)
-    streams[number].wait_stream(gpu_module(device).current_stream(device))
-    return streams[number]
+    stream = streams.get((number, device))
+    if stream is None:
+        stream = streams[number, device] = gpu_module(device).Stream(device)
+    stream.wait_stream(gpu_module(device).current_stream(device))
+    return stream

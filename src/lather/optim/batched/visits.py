@@ -129,8 +129,9 @@ class Visits:
 
 def wait_for_host(streams: SideStreams) -> None:
     """Wait until all state that visits a device has been written back."""
-    if WRITING in streams:
-        streams[WRITING].synchronize()
+    for (number, _), stream in streams.items():
+        if number == WRITING:
+            stream.synchronize()
 
 
 def _num_bytes(chunk: Chunk) -> int:
