@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from engines import Case, Pair, make_pair, mesh_of
 from ranks import run_ranks
 from torch import Tensor
@@ -16,7 +17,7 @@ from lather.boxes import local
 from lather.config.optim import optim_config
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
-from lather.parallel import fsdp_units
+from lather.parallel import fsdp_units, sharded_parameters
 from lather.parallel.mesh import Mesh
 from models.tiny import KINDS
 
@@ -90,6 +91,77 @@ def test_large_parameters_go_by_themselves() -> None:
     assert run_ranks(large, 2, cases) == [[True] * 2] * 2
 
 
+TIED = Case(
+    layers=2,
+    schedule="sequential",
+    gather="block",
+    poison=True,
+    family="qwen3",
+    changes={"tie_word_embeddings": True},
+)
+MTP = replace(TIED, family="deepseek_v3", layers=5, changes={"num_nextn_predict_layers": 2})
+
+
+def communicated(rank: int, world_size: int, cases: list[Case]) -> list[tuple[int, int, bool]]:
+    """The number of collectives of parameters that go one by one, and of those whose memory is not
+    as large as their tensors, and whether the bits are those of parameters that go together; for
+    each case, of which units are reduced several times per micro-batch."""
+    results = []
+    for case in cases:
+        mesh, are_whole = mesh_of(case), list[bool]()
+        _, loss, gradients = run(case, mesh)
+
+        def checked(function: Any, are_whole: list[bool] = are_whole) -> Any:
+            def call(*tensors: Tensor, **options: Any) -> Any:
+                for x in tensors:
+                    end = (x.storage_offset() + x.numel()) * x.itemsize
+                    are_whole.append(x.is_contiguous() and x.untyped_storage().nbytes() >= end)
+                return function(*tensors, **options)
+
+            return call
+
+        ours: Any = sharded_parameters
+        with (
+            mock.patch.object(fsdp_units, "LARGE", 0),
+            mock.patch.object(ours, "reduce_scatter_single", checked(ours.reduce_scatter_single)),
+            mock.patch.object(ours, "dist", mock.Mock(all_reduce=checked(dist.all_reduce))),
+        ):
+            _, *expected = run(case, mesh)
+        same = loss == expected[0] and all(map(torch.equal, gradients, expected[1]))
+        results.append((len(are_whole), are_whole.count(False), same))
+    return results
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_missing_gradients_have_memory_when_they_are_communicated(replicas: int) -> None:
+    cases = [replace(TIED, replicas=replicas), replace(MTP, replicas=replicas)]
+    for results in run_ranks(communicated, 2, cases):
+        for count, wrong, same in results:
+            assert count > 20
+            assert wrong == 0
+            assert same
+
+
+def reduced_over_replicas(rank: int, world_size: int, case: Case) -> list[tuple[int, int]]:
+    """The numbers of sums over replicas in a step, and of groups of parameters that have them,
+    with one micro-batch and with three."""
+    results = []
+    for number in (1, 3):
+        pair = make_pair(replace(case, num_micro_batches=number))
+        with mock.patch.object(sharded_parameters, "dist", mock.Mock(wraps=dist)) as calls:
+            pair.run(pair.tokens())
+        units = dict.fromkeys(pair.engine.units.values())
+        results.append((calls.all_reduce.call_count, sum(len(unit.sharded) for unit in units)))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sums_over_replicas_are_made_once_per_step(world_size: int) -> None:
+    (one, number), three = run_ranks(reduced_over_replicas, world_size, replace(MTP, replicas=2))[0]
+    assert (one, number) == three
+    assert one == number > 5
+
+
 def rounding_by_block(rank: int, world_size: int, cases: list[Case]) -> list[tuple[bool, float]]:
     """Whether weights that are rounded for each pass through a block give the bits of weights that
     are rounded once, for each case; and the bytes that are gathered, in those of all weights."""
@@ -140,9 +212,12 @@ def test_gradients_in_bf16_are_those_in_fp32_rounded(world_size: int) -> None:
     """Each of two or three roundings is wrong by less than 2^-7 of a sum, 0.8 %; without one of
     the micro-batches a sum would differ by a third or more."""
     base = replace(BF16, layers=2, gradient_dtype="bfloat16", precision="fp32")
+    several = [  # reductions of a unit per micro-batch
+        replace(case, dtype=torch.float32, gradient_dtype="bfloat16") for case in (TIED, MTP)
+    ]
     cases = {
-        1: [base],
-        2: [replace(base, family="gpt_oss"), replace(base, ep=2)],
+        1: [base, *several],
+        2: [replace(base, family="gpt_oss"), replace(base, ep=2), *several],
         4: [replace(base, replicas=2), replace(base, ep=2)],
     }[world_size]
     for results in run_ranks(kept_gradients, world_size, cases):

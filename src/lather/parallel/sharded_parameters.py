@@ -10,8 +10,8 @@ checkpoints see what they see under FSDP2.
               array (W ranks, S); from there each parameter is copied to memory of its own, unless
               it is the only one
     reduce    the gradients, cut by rows and padded, are an array (W ranks, N elements) in fp32, or
-              fp64 for fp64; the sum of a rank's N elements, over replicas too, is added to the sum
-              that it keeps
+              fp64 for fp64; the sum of a rank's N elements is added to the sum that it keeps
+    finish    the kept sum is added up over replicas, in fp32 or fp64, once per step
 
 A gathered parameter is the same tensor each time, and only its storage comes and goes: graphs and
 deferred weight gradients refer to it in between. On a GPU both operations run on side streams, and
@@ -314,16 +314,16 @@ class ShardedParameters:
             for p in wholes:  # which go on accumulating
                 p.grad = torch.zeros_like(p, dtype=self._kept_in) if p.grad is None else p.grad
             return
+        if self._group is None:
+            self._add_rounded(map(_taken_gradient, wholes))
+            return
         zero = torch.zeros((), dtype=gradient_dtype(wholes[0]), device=wholes[0].device)
         gradients = [zero.expand(p.shape) if p.grad is None else p.grad for p in wholes]
         for p in wholes:
             p.grad = None
-        if self._group is None:
-            gradients.reverse()
-            self._add_rounded(gradients.pop().flatten() for _ in wholes)
-            return
         if len(gradients) == 1 and len(gradients[0]) % self._num_ranks == 0:
-            buffer = gradients.pop().reshape(self._num_ranks, -1)
+            # of missing zeros there is a single element, but other ranks are sent whole memory
+            buffer = gradients.pop().contiguous().view(self._num_ranks, -1)
         else:
             buffer = zero.new_empty(self._num_ranks, sum(self._lengths))
             chunk_cat(gradients, 0, self._num_ranks, out=buffer)
@@ -332,23 +332,25 @@ class ShardedParameters:
         with self.streams.reductions.start(buffer, total):
             if self._num_ranks > 1:
                 reduce_scatter_single(total, buffer.view(-1), group=self._group)
-            if self._replicas is not None:
-                dist.all_reduce(total, group=self._replicas)
             if self._kept_in != total.dtype:
                 self._add_rounded(total.split(self._lengths))
             else:
                 self._sum = total if self._sum is None else self._sum.add_(total)
 
-    def _add_rounded(self, totals: Iterable[Tensor]) -> None:
-        """Add fp32 sums of gradients, which are overwritten, to those that are kept."""
+    def _add_rounded(self, totals: Iterable[Tensor | None]) -> None:
+        """Add fp32 sums of gradients, which are overwritten, to those that are kept. None
+        counts as zeros."""
         is_first = self._sum is None
         if self._sum is None:
             device = self._trained[0].whole.device
             self._sum = torch.empty(sum(self._lengths), dtype=self._kept_in, device=device)
         for kept, total in zip(self._sum.split(self._lengths), totals, strict=True):
-            if not is_first:
-                total.add_(kept)
-            round_to_bf16(total, self._num_sums, out=kept)
+            if total is not None:
+                if not is_first:
+                    total.add_(kept)
+                round_to_bf16(total, self._num_sums, out=kept)
+            elif is_first:
+                kept.zero_()
         self._num_sums += 1
 
     @property
@@ -357,14 +359,20 @@ class ShardedParameters:
         return [] if self._sum is None else [self._sum]
 
     def finish(self) -> None:
-        """Make the current stream wait for the reductions, and give the sharded parameters the
-        gradients that are kept."""
+        """Add the kept sums up over replicas, make the current stream wait for the reductions, and
+        give the sharded parameters the gradients."""
         if self._group is None and self._kept_in == self._summed_in:
             for member in self._trained:
                 if member.whole.grad is not None:
                     member.sharded.grad, member.whole.grad = member.whole.grad, None
         if self._sum is None:
             return
+        if self._replicas is not None:
+            with self.streams.reductions.start():
+                total = self._sum.to(self._summed_in)
+                dist.all_reduce(total, group=self._replicas)
+                if self._kept_in != self._summed_in:
+                    round_to_bf16(total, self._num_sums, out=self._sum)
         self.streams.reductions.finish()
         for member, part in zip(self._trained, self._sum.split(self._lengths), strict=True):
             rows = local(member.sharded)
@@ -372,6 +380,12 @@ class ShardedParameters:
             like = member.gradient_like
             member.sharded.grad = gradient if like is None else dtensor_like(gradient, like)
         self._sum, self._num_sums = None, 0
+
+
+def _taken_gradient(p: nn.Parameter) -> Tensor | None:
+    """Remove and return the gradient of a parameter, 1-D."""
+    gradient, p.grad = p.grad, None
+    return None if gradient is None else gradient.flatten()
 
 
 def _pageable(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
