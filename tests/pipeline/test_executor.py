@@ -18,6 +18,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from benchmarks.live_bytes import PeakBytes
+from lather.parallel.fsdp_units import FsdpUnit
 from lather.pipeline import executor as executor_module
 from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.executor import MOST_SENDS_UNDER_WAY, Executor
@@ -57,6 +58,34 @@ def test_no_step_follows_one_that_an_error_interrupted(monkeypatch: pytest.Monke
             pair.run(pair.tokens())
     with pytest.raises(RuntimeError, match=r"interrupted .*make the engine again"):
         pair.run(pair.tokens())
+
+
+@pytest.mark.parametrize("gradient_dtype", ["float32", "bfloat16"])
+def test_an_interrupted_step_leaves_no_gradients_and_no_sums(
+    monkeypatch: pytest.MonkeyPatch, gradient_dtype: str
+) -> None:
+    pair = make_pair(
+        Case(layers=2, gather="block", gradient_dtype=gradient_dtype, dtype=torch.float32)
+    )
+    units, calls, backward = pair.engine.units.values(), [0], Cut.backward
+    seen: list[bool] = []
+
+    def fails(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 20:
+            seen.append(any(unit.sums or has_gradients(unit) for unit in units))
+            raise ZeroDivisionError
+        return backward(*args)
+
+    monkeypatch.setattr(Cut, "backward", fails)
+    with pytest.raises(ZeroDivisionError):
+        pair.run(pair.tokens())
+    assert seen == [True]
+    assert not any(unit.sums or has_gradients(unit) for unit in units)
+
+
+def has_gradients(unit: FsdpUnit) -> bool:
+    return any(p.grad is not None for p in (*unit.modules.parameters(), *unit.gathered))
 
 
 def test_masks_and_tables_of_packed_micro_batches_are_those_of_the_live_chunks(

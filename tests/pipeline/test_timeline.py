@@ -88,13 +88,17 @@ def test_gathers_beside_an_action_are_events_and_waits_for_them_are_left_out(
     clock: list[float],
 ) -> None:
     recorder = TimelineRecorder(CPU)
-    unit = FsdpUnit(nn.ModuleList(), (Mock(),))
+    unit = FsdpUnit(nn.ModuleList(), (Mock(gathered=[nn.Parameter(torch.ones(1))]),))
+    on_device = FsdpUnit(nn.ModuleList(), (Mock(gathered=[]),))
     gather, total = Action(0, Kind.UNSHARD), Action(0, Kind.REDUCE_GRAD)
     recorder.begin()
     with recorder.action(FORWARD):
         clock[0] += 1
         with recorder.sharding(gather, unit):
             clock[0] += 2
+        unit.unshard()
+        with recorder.sharding(gather, unit), recorder.sharding(gather, on_device):
+            pass  # nothing starts
         with recorder.waiting():
             clock[0] += 0.00001  # too short to count
         clock[0] += 1

@@ -134,6 +134,16 @@ class FsdpUnit:
         for parameters in self.sharded:
             parameters.finish()
 
+    def drop_gradients(self) -> None:
+        """Drop gradients, their sums and the buffers of reductions after an error, without waiting
+        for other ranks, which may never come."""
+        for p in self.trained:
+            p.grad = None
+        for parameters in self.sharded:
+            parameters.drop_gradients()
+        if self.reductions is not None:
+            self.reductions.drop()
+
 
 def shard(
     modules: Sequence[Sequence[nn.Module]],

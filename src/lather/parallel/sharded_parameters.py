@@ -81,6 +81,11 @@ class SideStream:
         assert self._stream is not None
         self._stream.record_event(event)
 
+    def keep(self, x: Tensor) -> None:
+        """Keep the memory of a tensor that is freed until the work so far is done."""
+        if self._stream is not None:
+            x.record_stream(self._stream)
+
     def wait(self, event: Any) -> None:
         """Make the current stream wait for an event of `record`."""
         if self._module is not None and event is not None:
@@ -106,6 +111,12 @@ class Reductions:
         """Make the current stream wait for the reductions, and free what they needed."""
         self.stream.wait(self._event)
         # the current stream allocated them, and may use their memory again once it waits
+        self._event, self._buffers = None, ()
+
+    def drop(self) -> None:
+        """Free what reductions needed when they are done, if ever, without waiting for them."""
+        for x in self._buffers:
+            self.stream.keep(x)
         self._event, self._buffers = None, ()
 
 
@@ -379,6 +390,14 @@ class ShardedParameters:
             gradient = part[: rows.numel()].view(rows.shape)
             like = member.gradient_like
             member.sharded.grad = gradient if like is None else dtensor_like(gradient, like)
+        self._sum, self._num_sums = None, 0
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the whole parameters, and the sums that are kept."""
+        for member in self._trained:
+            member.whole.grad = None
+        if self._sum is not None:
+            self.streams.reductions.stream.keep(self._sum)
         self._sum, self._num_sums = None, 0
 
 

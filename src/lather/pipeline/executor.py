@@ -122,6 +122,8 @@ class Executor:
                 self._refresh()
         except BaseException:
             self._is_broken = True
+            for unit in self.units.values():
+                unit.drop_gradients()
             raise
         finally:
             self.walk = None

@@ -9,7 +9,7 @@ activations again. Weight gradients that are deferred need no weights; their blo
 summed when they have been computed. At its last block a pass gathers what the next pass begins
 with. That is often the same: the head after a forward pass, and the embedding after a backward
 pass, stay gathered. So a rank has the parameters of two units besides its shards, and four inside
-an overlapped pair.
+an overlapped pair; each is one more where a part of multi-token prediction needs two units.
 
 Gathers and sums start in the order in which a rank's code comes to them, and this order depends on
 the table and the model, not on time, routing or sizes. So all data ranks of a pipeline rank, which

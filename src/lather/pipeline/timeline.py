@@ -99,8 +99,9 @@ class TimelineRecorder(Recorder):
 
     @contextmanager
     def sharding(self, action: Action, unit: FsdpUnit) -> Iterator[None]:
-        """Record a gather of a unit, or a sum of its gradients, around its start."""
-        if self._spans is None or action.kind is Kind.RESHARD or not unit.sharded:
+        """Record a gather of a unit, or a sum of its gradients, around its start; nothing if the
+        unit is gathered already, or has nothing to gather."""
+        if self._spans is None or not _starts(action.kind, unit):
             yield
             return
         start, streams = self._now(), unit.sharded[0].streams
@@ -146,6 +147,13 @@ class TimelineRecorder(Recorder):
             if isinstance(moment, float)
             else self._origin.elapsed_time(moment) / 1000
         )
+
+
+def _starts(kind: Kind, unit: FsdpUnit) -> bool:
+    """Return whether an action on a unit will start a gather or a sum."""
+    if kind is Kind.UNSHARD:
+        return not unit.is_gathered and bool(unit.gathered)
+    return kind is Kind.REDUCE_GRAD and bool(unit.sharded)
 
 
 def append_timeline(path: Path, step: int, events: Iterable[Event]) -> None:
