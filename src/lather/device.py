@@ -52,7 +52,7 @@ class Read(Enum):
     EXPERT_ROWS = "the number of pairs of a token and a slot whose expert is one given expert"
     RANGE = "the least and the greatest index, which have to be in range (on a CPU alone)"
     BOUNDS = "the boundaries of packed documents"
-    FINITE = "a flag: whether a decomposition is finite"
+    FINITE = "a flag: whether a decomposition, or a saved state, is finite"
     CHOICE = "a flag that chooses between algorithms for a batch of matrices"
     WRONG = "a flag: whether any index or label is out of range or missing"
 

@@ -248,6 +248,35 @@ def test_what_a_rule_writes_in_place_is_stored_whatever_its_kind(
         assert torch.equal(x, torch.full_like(x, 4.0**3 * 2.0**num_refreshes)), name
 
 
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("name", ["exp_avg", "factor_1"])
+def test_a_saved_state_that_is_not_finite_never_becomes_codes(name: str, bad: float) -> None:
+    a, own = made("soap"), dict.fromkeys(("moments", "factors"), INT8)
+    a.steps(range(2))
+    saved = a.optimizer.state_dict()
+    saved["state"][1][name][3, 5] = bad
+    b = made("soap", state_dtype=own)
+    message = rf"^{name} in the saved state of parameter 1 with shape \(64, 96\) has an infinity"
+    with pytest.raises(ValueError, match=message):
+        b.optimizer.load_state_dict(saved)
+    made("soap").optimizer.load_state_dict(saved)
+    form = b.optimizer.formats()[b.params[1]][name]
+    theirs = saved["state"][1][name]
+    pieces = {
+        key: Piece(f"optim.w.{key}", torch.empty(x.shape, dtype=x.dtype), (0, 0), x.shape)
+        for key, x in form.stored.items()
+    }
+
+    def read_into(out: Tensor, _: str, offset: Any) -> None:
+        out.copy_(theirs)
+
+    def dtype_of(name: str) -> torch.dtype | None:
+        return None if name.endswith("_codes") else theirs.dtype
+
+    with pytest.raises(ValueError, match=rf"^the saved entry optim\.w\.{name} has an infinity"):
+        form.read(pieces, dtype_of, read_into)
+
+
 def test_codes_without_scales_are_refused() -> None:
     a = made("muon", state_dtype=INT8)
     a.steps(range(2))

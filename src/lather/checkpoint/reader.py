@@ -156,7 +156,8 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
 
     Raises CheckpointError on all ranks, naming the file, if a file is missing or damaged, if names,
     shapes or dtypes of weights differ from the model's, or if the optimizer is of another class or
-    its moments have other shapes.
+    its moments have other shapes; and after weights have been loaded, if a part of its state that
+    is not finite is to be stored in int8.
     """
     tensors, entries = _open(path, state), list[EntryPieces]()
     table, pieces = tensors.table, list(state.weights())
@@ -179,7 +180,12 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
     _load(tensors, [*pieces, *random], state)
     with errors_on_all_ranks(state.mesh.control_group):
         for formats, of_entry in entries:
-            _read_entry(tensors, formats, of_entry)
+            try:
+                _read_entry(tensors, formats, of_entry)
+            except CheckpointError:
+                raise
+            except ValueError as error:
+                raise CheckpointError(f"{file}: {error}") from None
     state.set_random_state(random)
     return table.progress
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lather.boxes import Piece
+from lather.device import Read, is_true
 from lather.kernels.quantized import (
     BASIS,
     BLOCK,
@@ -60,6 +61,16 @@ def is_coded(shape: Sequence[int]) -> bool:
     """Whether entries of this shape are stored in int8 if that is asked for; smaller ones stay
     fp32."""
     return len(shape) > 1 and math.prod(shape[-2:]) >= MIN_CODED
+
+
+def check_finite(x: Tensor, what: str) -> None:
+    """Raise ValueError if a saved entry, which is to be stored in int8, has an infinity or NaN: its
+    block would be NaN."""
+    if not is_true(x.isfinite().all(), Read.FINITE):
+        raise ValueError(
+            f"{what} has an infinity or NaN, but is to be stored in int8, which has to be finite: "
+            "load a state from before it, or begin with a fresh one"
+        )
 
 
 def packed_shape(n: int) -> tuple[int, int]:
@@ -198,6 +209,8 @@ class EntryFormat:
             pieces: stored tensor -> the piece, with its name in the checkpoint.
             dtype_of: name in the checkpoint -> dtype; None if the checkpoint does not have it.
             read_into: fills a tensor from the offset of a tensor in the checkpoint.
+
+        Raises ValueError if elements that become codes are not finite.
         """
         piece = pieces[self.key]
         parent = piece.name.removesuffix(self.key)
@@ -221,6 +234,8 @@ class EntryFormat:
             stored[key] = torch.empty(shape, dtype=theirs.stored[key].dtype, device="cpu")
             read_into(stored[key], f"{parent}{key}", start)
         x = theirs.widened(stored)[..., skipped:] if skipped else theirs.widened(stored)
+        if self.dtype in CODES:
+            check_finite(x, f"the saved entry {piece.name.removesuffix(self.key)}{self.name}")
         x = x.to(piece.value.device)
         self.narrow(x, {key: pieces[key].value for key in self.stored})
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.boxes import is_dtensor
-from lather.optim.batched.formats import pack
+from lather.boxes import is_dtensor, local
+from lather.optim.batched.formats import CODES, check_finite, pack
 from lather.optim.batched.known_keys import QUINTIC, TORCH_SCALES, is_quintic
 from lather.optim.batched.matrix_layout import Layout
 from lather.optim.batched.remainders import check_remainder
@@ -193,4 +193,7 @@ def _loaded_state(
         )
     layout.check_state(state, what)
     check_remainder(state, layout.shape, what)
+    for name, form in layout.formats.items():
+        if form.dtype in CODES and form.key not in state:
+            check_finite(local(state[name]), f"{name} in {what}")
     return state
