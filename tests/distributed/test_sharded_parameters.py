@@ -26,7 +26,7 @@ from lather.parallel.sharded_parameters import (
     Storing,
     Streams,
 )
-from lather.torch_private import start_fake_process_group
+from lather.torch_private import TorchDispatchMode, start_fake_process_group
 
 SHAPES = ((7, 3), (4, 2), (2, 5), (1, 4), (5,), (3, 2, 2))
 """Rows that three or four ranks share unevenly, and of which some get none."""
@@ -261,6 +261,37 @@ def host_differences(rank: int, world_size: int, replicas: int) -> list[str]:
 @pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (3, 1), (2, 2)])
 def test_frozen_parameters_come_from_the_host(world_size: int, replicas: int) -> None:
     assert run_ranks(host_differences, world_size, replicas) == [[]] * world_size
+
+
+class Conversions(TorchDispatchMode):
+    """Collects the sources of copies to another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].dtype != args[1].dtype:
+            self.sources.append(args[1])
+        return func(*args, **kwargs or {})
+
+
+def test_rows_of_the_host_are_converted_on_the_device_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the memory of host and device there are only copies without conversion."""
+    monkeypatch.setattr(sharded_parameters, "STAGED", 20)
+    module, whole = Weights().requires_grad_(requires_grad=False), Weights()
+    parameters = ShardedParameters(
+        places_of(module), None, Storing(torch.bfloat16), {module.p0}, Streams(CPU), on_host=True
+    )
+    on_host = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    with Conversions() as found:
+        parameters.gather()
+    assert [len(x) for x in found.sources] == [5, 5, 5, 5, 1]
+    assert not on_host & {x.untyped_storage().data_ptr() for x in found.sources}
+    parameters.wait()
+    assert module.p0.equal(whole.p0.to(torch.bfloat16))
 
 
 # --- streams --------------------------------------------------------------------------------------

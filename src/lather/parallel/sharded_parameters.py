@@ -55,6 +55,11 @@ ALIGNMENT = 8
 """Bytes of the widest element; a rank's rows in the array of bytes start at a multiple."""
 
 
+STAGED = 2**26
+"""Most bytes of the memory on a device through which the host's rows come if they are gathered in
+another dtype."""
+
+
 class SideStream:
     """A GPU's stream for work beside the computation; on a CPU the work is done at once."""
 
@@ -271,7 +276,7 @@ class ShardedParameters:
             ]
             if self._on_host:
                 for target, values in zip(own, rows, strict=True):
-                    target.copy_(values, non_blocking=True)
+                    _copy_from_host(target, values)
             else:
                 foreach_copy_(own, rows)
             if self._num_ranks > 1:
@@ -410,6 +415,20 @@ def _taken_gradient(p: nn.Parameter) -> Tensor | None:
 def _pageable(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return memory of a CPU that is also the device."""
     return torch.empty(size, dtype=dtype, device="cpu")
+
+
+def _copy_from_host(target: Tensor, values: Tensor) -> None:
+    """Copy rows from the host, 1-D, and convert them on the device, a part at a time: a copy to
+    another dtype would allocate memory there for all of them, which no plan sees."""
+    if target.dtype == values.dtype:
+        target.copy_(values, non_blocking=True)
+        return
+    size = STAGED // values.itemsize
+    staging = torch.empty_like(target[:size], dtype=values.dtype)
+    for part, rows in zip(target.split(size), values.split(size), strict=True):
+        staged = staging[: len(rows)]
+        staged.copy_(rows, non_blocking=True)
+        part.copy_(staged)
 
 
 def _spread(rows: Tensor, mesh: DeviceMesh, whole: Tensor) -> Tensor:
