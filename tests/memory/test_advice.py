@@ -13,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from planned_configs import config_of
 
 from lather.cli import main
@@ -33,6 +34,8 @@ from lather.memory.advice import (
 from lather.memory.plan import plan
 from lather.memory.work import MICRO_BATCHES, REFRESH, REST, Work, sent_bytes
 from lather.memory.workers import Assumed
+from lather.models.families import build_model
+from lather.torch_private import start_fake_process_group
 
 LAYERS = 8
 
@@ -379,12 +382,15 @@ def test_bytes_that_experts_exchange() -> None:
 
 def test_bytes_sent_by_operation() -> None:
     whole, part = torch.zeros(8), torch.zeros(2)
+    start_fake_process_group(0, 4, torch.device("cpu"))
+    group = dist.group.WORLD.boxed()
+    dist.destroy_process_group()
     sent = {
         name: sent_bytes(name, args)
         for name, args in {
             "_allgather_base_": (whole, part),
             "_reduce_scatter_base_": (part, whole),
-            "allreduce_": ([whole],),
+            "allreduce_": ([whole], group),
             "alltoall_base_": (part, whole),
             "send": ([part],),
             "recv_": ([part],),
@@ -394,12 +400,23 @@ def test_bytes_sent_by_operation() -> None:
     assert sent == {
         "_allgather_base_": 24,
         "_reduce_scatter_base_": 24,
-        "allreduce_": 64,
+        "allreduce_": 48,
         "alltoall_base_": 32,
         "send": 8,
         "recv_": 0,
         "barrier": 0,
     }
+
+
+def test_replicas_send_sums_of_gradients_once_per_step() -> None:
+    """Each of two replicas sends the fp32 sums of all weights; what grows with micro-batches is
+    within a replica, of which a single rank has nothing to send."""
+    config = config_of("adamw", parallel={"replicas": 2}, batch_size=8)
+    work = plan(config, 2, Assumed("cpu")).ranks[0].work
+    assert work[MICRO_BATCHES].parameters == 0
+    model = build_model(config.model, None, torch.device("meta"))
+    weights = sum(p.numel() for p in model.parameters())
+    assert work[REST].parameters == pytest.approx(4 * weights, rel=1e-3)
 
 
 def test_work_grows_with_micro_batches() -> None:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+
 from lather.standin.operations import nbytes
 from lather.storages import tensors_in
 
@@ -89,7 +91,8 @@ def sent_bytes(name: str, args: Sequence[Any]) -> int:
     if name in ("_reduce_scatter_base_", "reduce_scatter_"):
         return sizes[1] - sizes[0]
     if name == "allreduce_":
-        return 2 * sizes[0]
+        ranks = dist.ProcessGroup.unbox(args[1]).size()
+        return 2 * sizes[0] * (ranks - 1) // ranks  # a reduce-scatter and an all-gather
     if name in ("alltoall_base_", "alltoall_"):
         return sizes[1]
     return sizes[0] if name in ("send", "broadcast_") else 0
