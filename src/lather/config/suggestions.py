@@ -302,8 +302,8 @@ def suggestion(name: str, fields: Iterable[str], write: Callable[[str], str] = r
 
 def nearest_fields(name: str, fields: Iterable[str]) -> list[str]:
     """Return the dotted `fields` that `name` may mean: those that other trainers call so; else
-    those with a similar name in the same section; else those with almost the same name in another
-    section."""
+    those with this name in another section; else those with a similar name in the same section;
+    else those with almost the same name in another section."""
     section, _, last = name.lower().rpartition(".")
     fields = list(dict.fromkeys(fields))
     sections = {field.rpartition(".")[0] for field in fields}
@@ -313,6 +313,8 @@ def nearest_fields(name: str, fields: Iterable[str]) -> list[str]:
         meant = [field for field in fields if any(row.field == field for row in rows)]
         meant = meant or [field for field in fields if any(row.means(field) for row in rows)]
         return _in_nearest_section(section, meant)
+    if elsewhere := [field for field in fields if field.rpartition(".")[2] == last]:
+        return _in_nearest_section(section, elsewhere)
     siblings = [field for field in fields if field.rpartition(".")[0] == section]
     for group, least in ((siblings, SLIP), (fields, SLIP_ELSEWHERE)):
         names = dict.fromkeys(field.rpartition(".")[2] for field in group)
