@@ -186,6 +186,15 @@ def _route(s: ModelSizes) -> Calls:
     yield check_range, experts_TK, -1, s.e, "experts_TK"
 
 
+def _remainder(s: ModelSizes) -> Calls:
+    from lather.kernels.remainder.triton import join, split
+
+    shape = (s.e, 2 * s.f, s.d)
+    halves = _on_meta(shape, dtype=torch.bfloat16), _on_meta(shape, dtype=torch.int16)
+    yield join, *halves, _floats(shape)
+    yield split, _floats(shape), *halves
+
+
 def _stochastic_rounding(s: ModelSizes) -> Calls:
     from lather.kernels.stochastic_rounding.triton import round_to_bf16
 
@@ -226,6 +235,7 @@ CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _gather,
     _linear_cross_entropy,
     _quantized,
+    _remainder,
     _rms_norm,
     _rotary,
     _route,

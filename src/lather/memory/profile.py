@@ -24,6 +24,8 @@ from lather.memory.dry_rank import LedgerMode, dry_rank
 from lather.memory.ledger import BETWEEN_SEGMENTS, StorageRecord, segment_title
 from lather.memory.workers import Assumed
 
+EMBEDDING = "embed_tokens"
+"""Layer of the embedding, which a forward pass begins with."""
 HEAD = "head"
 """Layer and segment of the final norm, the head and the loss."""
 SEGMENTS = ("attention", "shared_experts", "experts", BETWEEN_SEGMENTS, HEAD, "mtp")
@@ -88,7 +90,7 @@ class _OriginMode(LedgerMode):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.layer = ""
+        self.layer = EMBEDDING
         self.origins: dict[int, tuple[StorageRecord, Mapping[str, Any]]] = {}
         """By the `id` of the record, which the ledger keeps."""
 

@@ -155,7 +155,7 @@ def allocate(modules: Iterable[nn.Module], device: torch.device) -> None:
             if p.is_meta:
                 if p not in made:
                     made[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-                    if p.requires_grad:
+                    if p.requires_grad and p.grad_dtype != p.dtype:
                         made[p].grad_dtype = p.grad_dtype
                 setattr(module, name, made[p])
         for name, bias in module.named_buffers(recurse=False):
