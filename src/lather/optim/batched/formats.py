@@ -176,7 +176,11 @@ class EntryFormat:
     def encode(self, x: Tensor, stored: Mapping[str, Tensor], step: int | None = None) -> None:
         """Store the entry, given in any dtype. `step` is that of stochastic rounding; None rounds
         to the nearest."""
-        self.narrow(pack(x) if self.is_packed else x, stored, step)
+        target = stored[self.key]
+        if self.is_packed and target.dtype == x.dtype and target.is_contiguous():
+            pack_triangle(x, out=target.flatten(-2))  # without a copy
+        else:
+            self.narrow(pack(x) if self.is_packed else x, stored, step)
 
     def widened(self, stored: Mapping[str, Tensor]) -> Tensor:
         """Return the stored elements, factors still packed, in a dtype of floats."""
