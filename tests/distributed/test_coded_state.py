@@ -1,11 +1,15 @@
 """State in 8 bits has the bits of one process on meshes, also after it was converted."""
 
-from coded_cases import bytes_of_owners, coded_differences, cut_blocks
+from coded_cases import bytes_of_owners, changed_differences, coded_differences, cut_blocks
 from ranks import run_ranks
 
 
 def test_coded_state_has_the_bits_of_one_process() -> None:
     assert run_ranks(coded_differences, 4) == [[]] * 4
+
+
+def test_changed_formats_have_the_bits_of_one_process_or_are_refused() -> None:
+    assert run_ranks(changed_differences, 2) == [[], []]
 
 
 def test_bytes_of_owners_are_those_that_they_hold() -> None:

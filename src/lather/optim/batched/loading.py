@@ -60,8 +60,9 @@ def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -
         made = rule(**{name: loaded[-1][name] for name in options_of(rule)})
         for p, key in zip(group["params"], saved_group["params"], strict=True):
             number, state = next(numbers), states.get(key)
+            spread = rule_groups.sharding.spread_of(p, group)
+            layout = whole_layout(p, made, spread, f"parameter {number}")
             if state:
-                layout = whole_layout(p, made, rule_groups.sharding.spread_of(p, group))
                 states[key] = _loaded_state(saved_group, layout, state, number)
                 num_completed += states[key] is not state
                 converted = layout.converted(states[key])

@@ -367,6 +367,14 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         wait_for_host(self._streams)
 
     @torch.no_grad()
+    def _convert_state(self) -> None:
+        """Convert the state if a `state_dtype` has changed since the last step."""
+        roster = self._current_roster()
+        if not self._store.has_formats(roster, self.state):
+            self._plan = None
+            self._store.bring_up_to_date(roster, self.state)
+
+    @torch.no_grad()
     def init_state(self) -> None:
         """Create the initial state of every parameter that has none, for example before a
         checkpoint is loaded."""
@@ -384,6 +392,7 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         """Yield the state on this rank as pieces of whole entries, each with its parameter, for
         other checkpoint formats. Nothing is copied or sent between ranks."""
         self._finish_state()
+        self._convert_state()
         yield from self._store.pieces(self._current_roster(), self.state)
 
     def formats(self) -> dict[Tensor, Formats]:
@@ -406,6 +415,8 @@ class MatrixOptimizer(torch.optim.Optimizer, metaclass=DocumentedByRule):
         if any(map(is_flattened, params)) or not any(p.dim() > 1 for p in params):
             self._groups.check_not_flat(self.param_groups)
         self._finish_state()
+        if self._groups.sharding.has_shares:
+            self._convert_state()
         on_this_rank = dict(self.state)
         try:
             if self._groups.sharding.has_shares:

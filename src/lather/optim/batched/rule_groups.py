@@ -148,12 +148,7 @@ class RuleGroups:
                     "needs a matrix: "
                     "put it in a group with matrix_layout='tensor'"
                 )
-            try:
-                layouts.append(whole_layout(p, rule, spread))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-            if isinstance(layouts[-1], RowLayout) and spread is not None:
-                _check_blocks(name, spread)
+            layouts.append(whole_layout(p, rule, spread, name))
             is_divided = spread is not None and rule.ownership == "replicated"
             size = layouts[-1].state_bytes(len(spread.ranks) if is_divided and spread else 1)
             if rule.max_state_bytes is not None and size > rule.max_state_bytes:
@@ -210,7 +205,7 @@ class RuleGroups:
                     frozen.append(p)
                     continue
                 spread = self.sharding.spread_of(p, group)
-                layout = whole_layout(p, settings.rule, spread)
+                layout = whole_layout(p, settings.rule, spread, name)
                 params.append(ParamInfo(p, settings, name, layout, spread))
         self._warn_of_unknown_keys()
         flat.check_not_flat(all_settings, self.had_matrices)
@@ -233,12 +228,18 @@ def _naming(group: Mapping[str, Any], number: int) -> Iterator[None]:
         raise
 
 
-def whole_layout(p: Tensor, rule: Rule, spread: Spread | None) -> Layout:
-    """Return the layout of the whole parameter."""
+def whole_layout(p: Tensor, rule: Rule, spread: Spread | None, name: str) -> Layout:
+    """Return the layout of the whole parameter. Raises ValueError, which begins with `name`, if the
+    rule does not take its shape or its shards."""
     rule = rule_for_dtype(rule, p.dtype)
-    if spread is None:
-        return layout_of(tuple(p.shape), rule, contiguous=p.is_contiguous())
-    return layout_of(spread.shape, rule)
+    shape = tuple(p.shape) if spread is None else spread.shape
+    try:
+        layout = layout_of(shape, rule, contiguous=spread is not None or p.is_contiguous())
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if isinstance(layout, RowLayout) and spread is not None:
+        _check_blocks(name, spread)
+    return layout
 
 
 def _check_blocks(name: str, spread: Spread) -> None:

@@ -116,6 +116,11 @@ class StateStore:
             self.buckets.append(bucket)
         self.roster, self.places = roster, places_of(state)
 
+    def has_formats(self, roster: Roster, state: States) -> bool:
+        """Whether all state has the formats of its layout, which an option may have changed."""
+        infos = ((info.layout, state.get(info.param)) for info in roster.params)
+        return all(layout.formats_of(x) == layout.formats for layout, x in infos if x)
+
     def pieces(self, roster: Roster, state: States) -> Iterator[tuple[Tensor, Piece]]:
         """Yield the state on this rank as pieces of whole entries, each with its parameter."""
         members, infos = self.members(), {info.param: info for info in roster.params}
@@ -255,7 +260,9 @@ def _convert_without_member(info: ParamInfo, state: MutableStates) -> None:
     entries = state[info.param]
     if info.is_replicated:
         converted = info.layout.converted(entries)
-    elif entries.keys() - {REMAINDER} == {"step", *info.layout.entries}:
+    elif entries.keys() - {REMAINDER} == {"step", *info.layout.entries} and all(
+        entries[key].dtype == x.dtype for key, x in info.layout.entries.items()
+    ):
         return
     else:
         others = {key: x for key, x in entries.items() if key in {"step", REMAINDER}}

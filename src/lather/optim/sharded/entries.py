@@ -106,10 +106,12 @@ def whole_entries(
         parts = []
         for entry in batch:
             rows = entry.lendable_rows() if lend else None
-            parts.append(entry.value.new_empty(entry.spread.box.size) if rows is None else rows)
+            if rows is None:
+                rows = entry.value.new_empty(entry.spread.box.size, dtype=entry.dtype)
+            parts.append(rows)
         if not batch[0].is_cut_alike:
             transfer = Transfer([entry.owners_over(entry.spread) for entry in batch], inward=False)
-            values = [entry.value.to(entry.p.device) for entry in batch]
+            values = [entry.value.to(entry.p.device, entry.dtype) for entry in batch]
             transfer.move(values, parts, sharding.group_of(batch[0].spread))
         elif not lend:
             for entry, part in zip(batch, parts, strict=True):

@@ -145,9 +145,13 @@ class Sharding:
         """Give a parameter that has owners its layout, in which the state may have other
         formats."""
         share, layout = self._shares[id(info.param)], info.layout
-        if (share.layout, share.layout.entries) != (layout, layout.entries):
-            units = tuple(_units_of_elements(spread, layout)) if share.elementwise else share.units
-            self._shares[id(info.param)] = replace(share, layout=layout, units=units)
+        if share.layout is layout:
+            return
+        units = share.units
+        if share.elementwise and type(share.layout) is not type(layout):
+            units = tuple(_units_of_elements(spread, layout))
+        # layouts are equal though their rules differ, as in `weight_rounding`
+        self._shares[id(info.param)] = replace(share, layout=layout, units=units)
 
     def forget_changed(self, params: Sequence[ParamInfo]) -> None:
         """Forget all owners if an option on which the state depends has changed. For loading, which
@@ -233,7 +237,7 @@ class Sharding:
         for info in params:
             share, rule, dtype = self.share_of(info.param), info.rule, info.rule.compute_dtype
             if share is not None and share.travels:
-                ranks, layout = share.spread.ranks, share.layout
+                ranks, layout = share.spread.ranks, info.layout
                 phases = info.needs_weights, info.has_statistics
                 size = math.prod(layout.shape) / len(ranks) * dtype.itemsize
                 key = (
