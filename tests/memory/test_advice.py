@@ -226,6 +226,34 @@ def test_offload_takes_back_what_does_not_go_with_it() -> None:
     assert any(changes.items() >= {**OFFLOAD, **whole}.items() for changes in settings)
 
 
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({"ownership": "replicated"}, {"optim.experts.ownership": "whole"}),
+        ({"num_streams": 2}, {"optim.experts.num_streams": 1}),
+        ({"offload": False}, {"optim.experts.offload": True}),
+    ],
+    ids=str,
+)
+def test_offload_takes_back_what_a_section_sets(options: Any, changes: Changes) -> None:
+    config = deep_config("soap", ep=2)
+    rule: Any = config.optim
+    config = replace(config, optim=replace(rule, experts=replace(rule.experts, **options)))
+    settings = changes_of(advised(1, config=config, activations=0))
+    found = next(x for x in settings if x.items() >= {**OFFLOAD, **changes}.items())
+    offloaded = changed(config, found)
+    assert offloaded is not None
+    assert all(offloaded.optim.rule_of(kind).offload for kind in ("experts", "matrices", "rest"))
+
+
+def test_rows_are_not_advised_beside_a_section_with_offload() -> None:
+    config = deep_config("soap")
+    rule: Any = config.optim
+    config = replace(config, optim=replace(rule, rest=replace(rule.rest, offload=True)))
+    settings = changes_of(advised(1, config=config, activations=0))
+    assert not any("optim.ownership" in changes for changes in settings)
+
+
 def test_frozen_weights_on_the_host_are_gathered_block_by_block() -> None:
     """A single data rank gathers nothing else, and so has no other rung for it."""
     config = deep_config("muon", pp=2)

@@ -15,13 +15,14 @@ are no prediction.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lather.config.config import Config
-from lather.config.optim import optim_config
+from lather.config.optim import KINDS, optim_config
 from lather.errors import ConfigError
 from lather.memory.plan import MemoryPlan, allowance_for, plan
 from lather.memory.workers import worker_processes
@@ -334,10 +335,13 @@ class _Ladder:
             return [{**block, "train.offload_frozen": True}]
         has_remainders = config.train.weight_dtype == "bfloat16"
         rounding = {"optim.weight_rounding": "stochastic"} if has_remainders else {}
+        sections = {"optim": optim, **{f"optim.{kind}": optim.section(kind) for kind in KINDS}}
+        values = {"offload": True, **{name: x for name, (x, _) in NEEDED_BY_OFFLOAD.items()}}
         needed = {
-            f"optim.{name}": value
-            for name, (value, _) in NEEDED_BY_OFFLOAD.items()
-            if getattr(optim, name, value) != value
+            f"{section}.{name}": value
+            for section, options in sections.items()
+            for name, value in values.items()
+            if getattr(options, name, None) not in (None, value)
         }
         return [{**rounding, **needed, "optim.offload": True}]
 
@@ -346,7 +350,7 @@ class _Ladder:
         on the device."""
         parallel, optim = self.best.config.parallel, self.best.config.optim
         is_sharded = parallel.data_ranks(self.present.world_size) > parallel.replicas
-        is_possible = hasattr(optim, "ownership") and not getattr(optim, "offload", False)
+        is_possible = not any(optim.rule_of(kind).offload for kind in KINDS)
         return [{"optim.ownership": "replicated"}] if is_sharded and is_possible else []
 
     def leanest_rule(self) -> list[Changes]:
@@ -385,20 +389,23 @@ def changed(config: Config, changes: Changes, world_size: int | None = None) -> 
                 config,
                 optim=optim_config(rule, **{name: getattr(config.optim, name) for name in shared}),
             )
-        sections: dict[str, Changes] = {}
-        for name, value in changes.items():
-            if name != "optim.name":
-                section, _, key = name.partition(".")
-                sections.setdefault(section, {})[key] = value
-        config = replace(
-            config,
-            **{name: replace(getattr(config, name), **values) for name, values in sections.items()},
-        )
+        config = _replaced(config, {k: v for k, v in changes.items() if k != "optim.name"})
         if world_size is not None:
             config.num_micro_batches(config.parallel.data_ranks(world_size))
     except ValueError:
         return None
     return config
+
+
+def _replaced(section: Any, changes: Changes) -> Any:
+    """Return a section of a configuration with other values by dotted name."""
+    inner = defaultdict[str, Changes](dict)
+    for name in [name for name in changes if "." in name]:
+        key, _, rest = name.partition(".")
+        inner[key][rest] = changes[name]
+    values = {name: value for name, value in changes.items() if "." not in name}
+    sections = {key: _replaced(getattr(section, key), x) for key, x in inner.items()}
+    return replace(section, **values, **sections)
 
 
 def as_options(changes: Changes) -> str:
