@@ -51,7 +51,7 @@ def watched(rule: Rule) -> Rule:
             answer = method(self, *arguments)
             for key, before in bases.items():
                 if name != "refresh":
-                    text = f"{name} changes {key}, which is a basis: offload=True would lose that"
+                    text = f"{name} changes {key}: it is a statistic, not a basis"
                     assert torch.equal(s[key], before), text
             for key in s:
                 if kinds.get(key) == "factor":

@@ -16,15 +16,17 @@ from optim_helpers import (
     few_kinds,
     give_gradients,
     parameter,
+    parameters,
     run_both,
     run_of,
     snapshot,
     through_a_file,
 )
 from pretended_boundary import Stream, UnorderedError, crossing
+from strangers import Shampoo
 from torch import Tensor
 
-from lather.optim import KLSOAP, SOAP, Muon
+from lather.optim import KLSOAP, SOAP, MatrixOptimizer, Muon, State
 from lather.optim.batched import formats, pinned, visits
 from lather.optim.linalg import eigenbasis
 
@@ -177,6 +179,40 @@ def test_a_gradient_that_is_not_finite_leaves_its_state(monkeypatch: pytest.Monk
                 run.optimizer.step()
         assert all_same(read(a), read(b))
     assert b.optimizer.counters["nonfinite_skipped"] == 4
+
+
+class Impatient(Shampoo):
+    """Shampoo that changes its roots in every phase: in place, or by others in their place."""
+
+    def statistics(self, g: Tensor, s: State, t: int) -> None:
+        super().statistics(g, s, t)
+        for root in s.by_dim("root").values():
+            root.mul_(0.9)
+
+    def update(self, g: Tensor, s: State, t: int) -> Tensor:
+        u = super().update(g, s, t)
+        if "root_1" in s:
+            s["root_1"] = s["root_1"] * 0.8
+        return u
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16, torch.int8], ids=str)
+def test_bases_that_a_rule_changes_outside_of_refresh_are_written_back(
+    state_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "MIN_CODED", 16)
+    a, b = (
+        Run(MatrixOptimizer(params := parameters(SHAPES), rule), params)
+        for rule in (
+            Impatient(1e-2, precondition_frequency=3, state_dtype=state_dtype, **options)
+            for options in (ONE_BY_ONE, {**ONE_BY_ONE, "offload": True})
+        )
+    )
+    a.steps(range(5))
+    with crossing(monkeypatch):
+        b.steps(range(5))
+        assert all_same(read(a), read(b))
+    assert a.optimizer.counters["refreshes_done"] == 2 * 12  # in steps 1 and 3
 
 
 # --- bytes ----------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 The rows of a chunk are fetched, take all phases of the step, and are written back. Phases of
 different matrices do not depend on each other, so the results are those of a step phase by phase.
-Every row travels once in each direction; bases, which refreshes alone change, are written back only
-after a refresh. The bus carries both directions at once, so each has a stream beside that of the
-step:
+Every row travels once in each direction; bases are written back only if somebody has changed them,
+which is usually a refresh. The bus carries both directions at once, so each has a stream beside
+that of the step:
 
     fetching     chunk i+1 arrives          when chunk i-2, whose room it takes, is written back
     the step's   chunk i takes its step     when it has arrived
@@ -53,6 +53,7 @@ class _Visit:
     chunk: Chunk
     room: _Room
     stacks: dict[str, Tensor]
+    """The rows by name. Each tensor has a version counter of its own, which begins at 0."""
     has_arrived: Any
     """Event at the end of the copies to the device."""
 
@@ -93,7 +94,8 @@ class Visits:
             finally:
                 bucket.stacks, bucket.first_here = home, 0
             has_refreshes = isinstance(chunk.run.rule, RefreshingRule)
-            self._write_back(visit, with_bases=bool(jobs) or not has_refreshes)
+            may_skip = has_refreshes and not jobs and not torch.is_inference_mode_enabled()
+            self._write_back(visit, with_bases=not may_skip)
 
     def end(self) -> None:
         """Make the step's stream wait for all copies, and free the rooms."""
@@ -111,19 +113,21 @@ class Visits:
                 self._fetching.wait_event(room.is_free)
             for name, rows in chunk.rows_here().items():
                 memory = room.memory[begin : begin + rows.nbytes]
-                stacks[name] = memory.view(rows.dtype).view(rows.shape)
-                stacks[name].copy_(rows, non_blocking=True)
+                arriving = memory.view(rows.dtype).view(rows.shape)
+                stacks[name] = arriving.copy_(rows, non_blocking=True).data
                 begin += padded(rows.nbytes)
             return _Visit(chunk, room, stacks, self._fetching.record_event())
 
     def _write_back(self, visit: _Visit, *, with_bases: bool) -> None:
-        """Start to copy to the host what the step has changed."""
+        """Start to copy to the host what the step has changed. Bases are among it if `with_bases`,
+        or if torch counts a change of them."""
         done, entries = self._compute.record_event(), visit.chunk.bucket.entries
         with self._gpu.stream(self._writing):
             self._writing.wait_event(done)
             for name, rows in visit.chunk.rows_here().items():
-                if with_bases or not entries[name].is_basis:
-                    rows.copy_(visit.stacks[name], non_blocking=True)
+                x = visit.stacks[name]
+                if with_bases or not entries[name].is_basis or x._version:
+                    rows.copy_(x, non_blocking=True)
             visit.room.is_free = self._writing.record_event()
 
 
