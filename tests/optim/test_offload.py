@@ -212,7 +212,7 @@ def test_bases_that_a_rule_changes_outside_of_refresh_are_written_back(
     with crossing(monkeypatch):
         b.steps(range(5))
         assert all_same(read(a), read(b))
-    assert a.optimizer.counters["refreshes_done"] == 2 * 12  # in steps 1 and 3
+    assert a.optimizer.counters["refreshes_done"] == 2 * 10  # in steps 1 and 3
 
 
 # --- bytes ----------------------------------------------------------------------------------------
