@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,14 @@ from lather.config.config import LoopConfig, MoEConfig, ParallelConfig
 from lather.data.batches import Batch
 from lather.engine.engine import Engine
 from lather.engine.step_reading import StepResult
+from lather.engine.trained_parameters import train_only
+from lather.models.adapted import add_adapters, is_adapters
 from lather.models.decoder import Decoder
 from lather.models.families import build_model
+from lather.models.lora import LoraConfig
 from lather.models.saving.weight_gradients import defer_weight_gradients
 from lather.parallel.mesh import Mesh
+from lather.pipeline import gathering
 from lather.pipeline.model_part import PartLayers, empty_part, fill
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.schedule import Schedule, dualpipev, sequential
@@ -42,6 +47,8 @@ class Case:
     """Micro-batches of a data rank; 0: one more than the fewest that the schedule takes."""
     schedule: str = "dualpipev"
     gather: str = "stage"
+    small: int = 0
+    """Bytes up to which blocks are gathered together; 0: each by itself."""
     dtype: torch.dtype = torch.float64
     precision: str = "fp32"
     """With "bf16" products are bf16, of weights that have `dtype`."""
@@ -57,6 +64,8 @@ class Case:
     z_loss: float = 0.0
     lopsided: bool = False
     """Whether all tokens go to two of the experts."""
+    lora: int = 0
+    """Rank of adapters of the base weights, which are then frozen; 0: all is trained."""
     changes: dict[str, Any] = field(default_factory=dict)
 
     def name(self) -> str:
@@ -103,6 +112,7 @@ class Pair:
         return repr(
             (
                 *model,
+                case.lora,
                 case.balance_level,
                 case.z_loss,
                 self.num_data,
@@ -159,6 +169,9 @@ class Pair:
         for entry in self.engine.parameters:
             expected = plain[entry.info.name] if what == "value" else plain[entry.info.name].grad
             actual = entry.parameter if what == "value" else entry.parameter.grad
+            if not entry.source.requires_grad:
+                assert actual is entry.parameter or actual is None
+                continue
             assert expected is not None
             if entry.info.is_empty:
                 continue
@@ -184,6 +197,8 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
     if table.experts:
         sizes[table.experts] = case.experts
     plain = tiny_family_model(case.family, seed=seed, **sizes).to(case.dtype)
+    lora = LoraConfig(case.lora)
+    _add_adapters(plain, lora, seed)
     plain.set_memory("reference")
     if case.lopsided:
         with torch.no_grad():
@@ -198,8 +213,10 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
         mesh.ep,
     )
     whole = build_model(tiny_family_config(case.family, **sizes), None, torch.device("meta"))
+    add_adapters(whole, lora)
     part = empty_part(whole, share, mesh.device, case.dtype)
     fill(part, plain.named_parameters())
+    train_only(part, frozenset(name for name, p in plain.named_parameters() if p.requires_grad))
     biases = dict(plain.named_buffers())
     for name, bias in part.named_buffers():
         bias.copy_(biases[name])
@@ -219,7 +236,8 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
         gradient_dtype=case.gradient_dtype,  # type: ignore[arg-type]
     )
     frees = Frees(enabled=case.frees, poison=case.poison)
-    engine = Engine(part, mesh, schedule, loop, moe, frees)
+    with mock.patch.object(gathering, "SMALL", case.small):
+        engine = Engine(part, mesh, schedule, loop, moe, frees)
     if not case.defer:
         defer_weight_gradients(engine.part, None)
     for router in plain.routers():
@@ -227,6 +245,19 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
     if case.balance_level is not None:
         plain.balance_load(case.balance_level)
     return Pair(case, mesh, engine, plain, moe, mesh.data_size)
+
+
+@torch.no_grad()
+def _add_adapters(model: Decoder, lora: LoraConfig, seed: int) -> None:
+    """Add adapters of which both matrices are drawn, so that both have gradients, and freeze all
+    else; nothing without adapters."""
+    add_adapters(model, lora)
+    adapters = {name: p for name, p in model.named_parameters() if is_adapters(name)}
+    generator = torch.Generator().manual_seed(seed)
+    for p in adapters.values():
+        p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    if adapters:
+        train_only(model, frozenset(adapters))
 
 
 def _schedule(case: Case) -> Schedule:

@@ -21,10 +21,12 @@ from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
 from lather.memory.dry_rank import DOCUMENTS
-from lather.memory.dry_run import refresh_at_every_step
+from lather.memory.dry_run import RankRun, dry_run, refresh_at_every_step
+from lather.memory.workers import Assumed
 from lather.models.families import FAMILIES
 from lather.models.routing import Router
 from lather.parallel.mesh import Mesh
+from lather.pipeline import gathering
 from lather.torch_private import memory_tracker
 
 SIZES: dict[str, Any] = {
@@ -90,10 +92,12 @@ def counted_run(
     layers: Sequence[Sequence[int]] | None = None,
     *,
     tracked: bool = False,
+    small: int = gathering.SMALL,
 ) -> tuple[int, int]:
     """Count the peak bytes of this rank's storages over two steps that refresh. If `tracked`, the
     building of the model counts, too, and the second number is the count of torch's tracker (else
-    0). `layers` lists every stage's layers; None: equally many."""
+    0). `layers` lists every stage's layers; None: equally many. Blocks with fewer bytes than
+    `small` are gathered together."""
     torch.manual_seed(0)
     choose = Router._choose
 
@@ -101,13 +105,23 @@ def counted_run(
         experts_TK = choose(router, scores_TE)
         return experts_TK.copy_(PAIRS[torch.arange(len(experts_TK)) % len(PAIRS)])
 
-    with PeakBytes() as alive, patch.object(Router, "_choose", evenly):
+    with (
+        PeakBytes() as alive,
+        patch.object(Router, "_choose", evenly),
+        patch.object(gathering, "SMALL", small),
+    ):
         if tracked:
             with memory_tracker() as tracker:
                 _train(config, layers, lambda: None)
             return alive.bytes, tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
         _train(config, layers, lambda: setattr(alive, "bytes", 0))
     return alive.bytes, 0
+
+
+def planned_rank(config: Config, world_size: int, small: int) -> RankRun:
+    """Plan the first rank, in a process of `worker_processes`."""
+    with patch.object(gathering, "SMALL", small):
+        return dry_run(config, world_size, Assumed("cpu"), 0)
 
 
 def _train(

@@ -59,6 +59,8 @@ FOUR_RANKS = [
 """In the last case a rank has no experts."""
 
 
+PAIRED = 10**5
+"""Bytes that two blocks have, and one has not."""
 BLOCK_BY_BLOCK_ON_TWO = [
     Case(schedule="sequential", poison=True),
     Case(schedule="sequential", family="gpt_oss", recompute=ALL, poison=True),
@@ -68,6 +70,10 @@ BLOCK_BY_BLOCK_ON_TWO = [
     Case(ep=2, poison=True, lopsided=True),
     Case(ep=2, schedule="sequential", family="qwen3_moe", recompute=ALL),
     Case(pp=2, poison=True),
+    Case(schedule="sequential", small=PAIRED, recompute=ALL, poison=True),
+    Case(small=PAIRED, family="qwen3_moe", poison=True),
+    Case(ep=2, lora=3, poison=True),
+    Case(schedule="sequential", lora=3, recompute=ALL, family="qwen3_moe", layers=2),
 ]
 BLOCK_BY_BLOCK_ON_FOUR = [
     Case(pp=2, ep=2, poison=True, lopsided=True),
@@ -77,6 +83,10 @@ BLOCK_BY_BLOCK_ON_FOUR = [
     Case(replicas=2, schedule="sequential", num_micro_batches=3),
     Case(ep=2, replicas=2, family="gpt_oss", schedule="sequential"),
     Case(experts=6, layers=2, schedule="sequential"),
+    Case(pp=2, small=PAIRED, layers=10, poison=True),
+    Case(ep=2, small=2**30, schedule="sequential", poison=True),
+    Case(pp=2, lora=3, small=PAIRED, poison=True),
+    Case(ep=2, replicas=2, lora=3, family="gpt_oss"),
 ]
 
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planned_runs import counted_run, run_config
+from planned_runs import counted_run, planned_rank, run_config
 from ranks import run_ranks
 
 from lather.config.config import Config
 from lather.memory.dry_rank import BUILDING
 from lather.memory.plan import MemoryPlan, plan
-from lather.memory.workers import Assumed
+from lather.memory.workers import Assumed, worker_processes
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),
@@ -72,14 +72,26 @@ def test_planned_peaks_with_multi_token_prediction() -> None:
     assert largest_error(config, 4, planned) < TOLERANCE
 
 
-def test_planned_peaks_with_gathers_and_gradients_in_bf16() -> None:
-    """Experts are this rank's alone, and rounded block by block."""
+@pytest.mark.parametrize("small", [0, 2 * 10**6])
+def test_planned_peaks_with_gathers_and_gradients_in_bf16(small: int) -> None:
+    """Experts are this rank's alone, and rounded block by block: one by one, or two at a time."""
     config = run_config("adamw", precision="bf16", length=140, parallel={"ep": 2})
     loop = replace(config.train, gradient_dtype="bfloat16", rounded_weights="block")
     narrow = replace(config, train=loop)
-    planned = plan(narrow, 2, Assumed("cpu"))
-    assert largest_error(narrow, 2, planned) < TOLERANCE
-    assert planned.largest.peak < 0.95 * plan(config, 2, Assumed("cpu")).largest.peak
+    with worker_processes() as pool:
+        planned, wide = (
+            pool.submit(planned_rank, each, 2, small).result().peak for each in (narrow, config)
+        )
+    seen = max(count for count, _ in run_ranks(counted_blocks, 2, narrow, small))
+    assert abs(planned / seen - 1) < TOLERANCE
+    assert planned < 0.95 * wide
+
+
+@pytest.mark.parametrize("rounding", ["remainder", "stochastic"])
+def test_planned_peaks_with_weights_in_bf16(rounding: str) -> None:
+    config = run_config("muon", precision="bf16", optim={"weight_rounding": rounding})
+    config = replace(config, train=replace(config.train, weight_dtype="bfloat16"))
+    assert largest_error(config, 2) < TOLERANCE
 
 
 @pytest.mark.grid
@@ -122,3 +134,7 @@ def test_torchs_tracker_counts_the_same() -> None:
 
 def _tracked_run(rank: int, world_size: int, config: Config) -> tuple[int, int]:
     return counted_run(rank, world_size, config, tracked=True)
+
+
+def counted_blocks(rank: int, world_size: int, config: Config, small: int) -> tuple[int, int]:
+    return counted_run(rank, world_size, config, small=small)

@@ -3,6 +3,7 @@ tested against the paper in `tests/models/test_mtp.py`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,27 @@ def test_four_ranks_have_the_loss_and_gradients_of_one_process() -> None:
             Case(pp=2, ep=2, family="deepseek_v3", changes=TWO, poison=True, z_loss=0.1),
             Case(pp=2, family="deepseek_v3", changes=TWO),
             Case(ep=2, replicas=2, family="deepseek_v3", changes=ONE, dtype=torch.float32),
+        ],
+    )
+
+
+def test_blocks_of_mtp_are_gathered_with_what_they_read() -> None:
+    mtp = Case(family="deepseek_v3", changes=TWO, gather="block", poison=True)
+    tied = {**TWO, "tie_word_embeddings": True}
+    check_gradients(
+        2,
+        [
+            replace(mtp, schedule="sequential", small=10**5),
+            replace(mtp, ep=2, lopsided=True),
+            replace(mtp, schedule="sequential", changes=tied, recompute=ALL),
+        ],
+    )
+    check_gradients(
+        4,
+        [
+            replace(mtp, pp=2, early_weight_gradients=True),
+            replace(mtp, pp=2, changes=tied),
+            replace(mtp, pp=2, lora=3, small=2**30),
         ],
     )
 

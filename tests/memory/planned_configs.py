@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
 from lather.config.optim import optim_config
+from lather.memory.dry_run import RankRun, dry_run
+from lather.memory.workers import Assumed
 from lather.models.families import FAMILIES
+from lather.pipeline import gathering
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -34,3 +38,10 @@ def config_of(
         parallel=ParallelConfig(**(parallel or {})),
         optim=optim_config(rule),
     )
+
+
+def dry_run_of_units(config: Config, world_size: int, assumed: Assumed) -> RankRun:
+    """Plan the first rank, in a process of `worker_processes`, with a unit for each block, however
+    small."""
+    with patch.object(gathering, "SMALL", 0):
+        return dry_run(config, world_size, assumed, 0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from left_tensors import config_with_sinks, count_left
-from planned_configs import SIZES, config_of
+from planned_configs import SIZES, config_of, dry_run_of_units
 from torch import Tensor, nn
 
 from benchmarks import plans
@@ -21,7 +21,7 @@ from lather.config.config import CheckpointConfig
 from lather.config.optim import optim_config
 from lather.memory import plan_report
 from lather.memory.dry_rank import BUILDING, Load, shortened
-from lather.memory.dry_run import FIRST, RankRun, dry_run
+from lather.memory.dry_run import FIRST, RankRun
 from lather.memory.ledger import KINDS, Ledger
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.workers import Assumed, worker_processes
@@ -197,13 +197,14 @@ def test_gathered_parameters_are_whole() -> None:
 
     def gathered(mode: str) -> tuple[Any, int]:
         config = config_of("adamw", parallel={"gather": mode})
-        timeline = plan(config, 2, Assumed()).ranks[0].steps["a step"]
+        timeline = workers.submit(dry_run_of_units, config, 2, Assumed()).result().steps["a step"]
         forward = next(mark.time for mark in timeline.marks if mark.name == "0F0")
         return timeline.of_kind("gathered parameters"), forward
 
-    at_once, forward = gathered("stage")
+    with worker_processes() as workers:
+        at_once, forward = gathered("stage")
+        by_block, _ = gathered("block")
     assert at_once[forward + 1] == sum(sizes)
-    by_block, _ = gathered("block")
     assert first <= by_block.max() <= first + second + first
     assert by_block.max() < sum(sizes)
 
@@ -276,7 +277,7 @@ def test_a_part_gets_memory_unit_by_unit(alone: RankRun) -> None:
     whole, largest = sum(unit_sizes()), max(unit_sizes())
     with worker_processes() as workers:
         shared = (
-            workers.submit(dry_run, config_of("adamw"), 2, Assumed("cpu"), 0)
+            workers.submit(dry_run_of_units, config_of("adamw"), 2, Assumed("cpu"))
             .result(timeout=120)
             .steps[BUILDING]
             .peak

@@ -75,13 +75,17 @@ class WrittenUnit:
 class Walk:
     """A rank's way along its row."""
 
-    def __init__(self, schedule: Schedule, rank: int, *, tied: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, *, tied: bool, together: bool = False
+    ) -> None:
+        """`together`: whether the first two blocks of each stage are one unit."""
         self.schedule, self.program, self.most = schedule, Program(), 0
         stages, units = {}, dict[nn.Module, Any]()
         ends = [WrittenUnit("ends", self.program)] * 2 if tied else None
         for index in schedule.stages_of(rank):
             blocks = tuple(nn.Identity() for _ in range(BLOCKS))
             units |= {b: WrittenUnit(f"{index}.{n}", self.program) for n, b in enumerate(blocks)}
+            units |= {blocks[1]: units[blocks[0]]} if together else {}
             embed = nn.Embedding(1, 1) if index == 0 else None
             head = nn.Linear(1, 1) if index == schedule.num_stages - 1 else None
             embedding, last = ends or [WrittenUnit(n, self.program) for n in ("embed", "head")]
@@ -141,15 +145,16 @@ TABLES = [
 ]
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("table", [table.by_block() for table in TABLES])
 def test_units_are_gathered_when_they_are_read_and_summed_after_each_backward(
-    table: Schedule, tied: bool
+    table: Schedule, tied: bool, together: bool
 ) -> None:
-    """At most two units are gathered, and four in an overlapped pair, of three to five that a stage
-    has."""
+    """At most two units are gathered, and four in an overlapped pair, of two to five that a stage
+    has; a unit of several blocks once for all of them."""
     for rank in range(table.num_ranks):
-        walk = Walk(table, rank, tied=tied)
+        walk = Walk(table, rank, tied=tied, together=together)
         assert not any(unit.is_gathered for unit in walk.units)
         pairs = any(action.kind is Kind.OVERLAP for action in table.ranks[rank])
         assert walk.most <= (4 if pairs else 2)
@@ -164,7 +169,10 @@ def test_data_ranks_of_any_speed_reach_the_end(seed: int) -> None:
     of a transfer when the sender has come to it."""
     generator = random.Random(seed)
     for table in (table.by_block() for table in TABLES):
-        programs = [Walk(table, r, tied=bool(seed % 2)).program for r in range(table.num_ranks)]
+        programs = [
+            Walk(table, r, tied=bool(seed % 2), together=bool(seed & 2)).program
+            for r in range(table.num_ranks)
+        ]
         assert is_finished(programs, generator)
 
 

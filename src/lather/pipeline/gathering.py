@@ -1,5 +1,5 @@
 """Gathers the parameters of a stage block by block: just before a block computes, and at most one
-block ahead.
+block ahead. Consecutive blocks that are small are gathered as one (`SMALL`).
 
     forward     gather the next block | compute | free
     backward    gather the previous block | compute | sum the gradients over data ranks | free
@@ -43,19 +43,24 @@ Units = Mapping[nn.Module, FsdpUnit]
 Visit = Sequence[FsdpUnit]
 """The units that a part of a pass needs."""
 
+SMALL = 2**24
+"""Bytes of parameters that a unit of several blocks has at least, if its stage has so many. Smaller
+gathers would take longer to start than to travel: at 50 GB/s these bytes take 0.3 ms."""
+
 
 def shard_part(
     part: ModelPart,
     mesh: Mesh,
     storing: Storing = Storing(),  # noqa: B008
 ) -> dict[nn.Module, FsdpUnit]:
-    """Shard the parameters of a part in place, and return its units: each block, the embedding, and
-    the head with the final norm. Embedding and head are one unit if they are tied.
+    """Shard the parameters of a part in place, and return its units: each block, or several that
+    are small, the embedding, and the head with the final norm. Embedding and head are one unit if
+    they are tied.
 
     Parameters on the meta device get uninitialized memory on `mesh.device`, a unit after the
     other."""
     embedding, norm, head = part.embed_tokens, part.norm, part.lm_head
-    groups: list[list[nn.Module]] = [[block] for block in part.layers.values()]
+    groups = [group for stage in part.stages for group in _groups_of_blocks(stage)]
     ends = [module for module in (head, norm) if module is not None]
     if embedding is not None and head is not None and head.weight is embedding.weight:
         groups.append([embedding, *ends])
@@ -64,6 +69,21 @@ def shard_part(
         groups += [ends] if ends else []
     units = shard(groups, mesh, allocate, storing)
     return {module: unit for group, unit in zip(groups, units, strict=True) for module in group}
+
+
+def _groups_of_blocks(stage: Stage) -> Iterator[list[nn.Module]]:
+    """Yield the blocks of a stage that are gathered together, in order; each block of multi-token
+    prediction, which needs another unit beside it, by itself."""
+    group: list[nn.Module] = []
+    for block in stage.blocks:
+        group.append(block)
+        if sum(p.nbytes for member in group for p in member.parameters()) >= SMALL:
+            yield group
+            group = []
+    if group:
+        yield group
+    for block in stage.mtp_blocks:
+        yield [block]
 
 
 def visits_of(stage: Stage, units: Units, num_depths: int) -> list[Visit]:
@@ -100,6 +120,7 @@ class Pass:
         """`then`: what to gather at the last visit, for the next pass."""
         self._gathering, self._leave = gathering, leave
         self._ahead, self._then = deque(visits), then
+        self._current: Visit = ()
         if gathering is not None:
             gathering.gather(visits[0])
 
@@ -110,12 +131,16 @@ class Pass:
             yield
             return
         units = self._ahead.popleft()
-        self._gathering.wait_for(units)
-        following = self._ahead[0] if self._ahead else ()
-        self._gathering.gather(following or self._then)
+        if units != self._current:
+            self._gathering.wait_for(units)
+            others = (visit for visit in self._ahead if visit != units)
+            self._gathering.gather(next(others, self._then))
+            self._current = units
         yield
-        self._gathering.free(units)
-        self._leave([unit for unit in units if unit not in following])
+        following = self._ahead[0] if self._ahead else ()
+        if units != following:
+            self._gathering.free(units)
+            self._leave([unit for unit in units if unit not in following])
 
 
 GATHERED = Pass()
