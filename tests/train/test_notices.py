@@ -98,3 +98,22 @@ def test_a_run_tells_of_a_collapse_once_with_a_stronger_coefficient(
     (note,) = [note for note in shown.notes if "collapsed" in note]
     assert note.startswith("note: the experts of MoE block 0 have collapsed: in steps 5 to 6 ")
     assert f"--moe.balance-coefficient {new}" in note
+
+
+@pytest.mark.parametrize(
+    ("weights", "optim", "is_told"),
+    [
+        ("bfloat16", {"weight_rounding": "nearest"}, True),
+        ("bfloat16", {"experts": {"weight_rounding": "nearest"}}, True),
+        ("bfloat16", {}, False),
+        ("float32", {"weight_rounding": "nearest"}, False),
+    ],
+)
+def test_a_run_that_loses_small_changes_says_so(
+    make_config: Callable[..., Config], weights: str, optim: dict[str, Any], is_told: bool
+) -> None:
+    shown = Shown()
+    loop = {"steps": 1, "precision": "bf16", "weight_dtype": weights}
+    train(make_config(train=loop, optim=optim), shown)
+    told = [note for note in shown.notes if "'nearest' loses the changes of bf16" in note]
+    assert len(told) == is_told

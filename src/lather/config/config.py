@@ -117,7 +117,8 @@ class LoopConfig:
     """dtype in which the weights of matrix products (linear layers, experts, an untied head) are
     kept; bfloat16 needs bf16 precision. Embedding, norms, routers, biases and adapters stay in
     float32. What rounding drops from new weights is optim.weight_rounding's: with remainder, the
-    default, the run is that of float32 weights, without their rounded copies."""
+    default, the run is that of float32 weights, without their rounded copies; stochastic drops
+    nothing on average; nearest loses small changes, and the run says so."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which the gradients of a step are kept between micro-batches. They are computed, and
     summed over ranks, in float32; with bfloat16 these sums are added to those of the earlier
@@ -196,9 +197,9 @@ class ParallelConfig:
     recomputed and makes a step longer; `lather plan` shows both."""
     gather: Literal["auto", "block", "stage"] = "auto"
     """The parameters that are gathered from the data ranks, and freed, together. block: those of a
-    block, just before its forward and its backward pass, and its gradients are reduced right after.
-    stage: those of a stage, once per step; less communication, more memory. auto: block without a
-    pipeline, stage with one."""
+    block (blocks below 16 MiB: of several), just before its forward and its backward pass, and its
+    gradients are reduced right after. stage: those of a stage, once per step; less communication,
+    more memory; `lather plan` shows both. auto: block without a pipeline, stage with one."""
     poison: bool = False
     """For debugging: overwrite memory that is freed early with NaN, so that a later read is
     noticed."""

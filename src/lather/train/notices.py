@@ -55,6 +55,21 @@ def describe_run(
     yield f"peak learning rates for steps of {tokens:,} tokens: {rates}"
     if mesh.pp > 1:
         yield f"layers by stage: {' '.join(str(len(layers)) for layers in layers_of_stage)}"
+    if _loses_small_changes(config):
+        yield (
+            "note: optim.weight_rounding = 'nearest' loses the changes of bf16 weights that are "
+            "smaller than about 0.3 % of the weight, which late in a run are most: leave it out, "
+            "or give 'stochastic'"
+        )
+
+
+def _loses_small_changes(config: Config) -> bool:
+    """Return whether new weights are rounded to the nearest bf16, without a remainder. Base weights
+    of adapters are frozen."""
+    experts = ["experts"] if config.model.num_routed_experts else []
+    rules = (config.optim.rule_of(kind) for kind in ("matrices", "rest", *experts))
+    is_narrow = config.train.weight_dtype == "bfloat16" and not config.lora.rank
+    return is_narrow and any(rule.weight_rounding == "nearest" for rule in rules)
 
 
 def uneven_blocks(load_LE: Tensor, num_experts_per_tok: int) -> set[int]:
