@@ -129,20 +129,37 @@ def test_bf16_weights_have_the_same_bits(
 def test_state_in_8_bits_has_the_same_bits(
     kind: str, state_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a rest under AdamW, whose kernel takes the vectors, and rows of codes beside them."""
+    """With a rest under AdamW, whose kernel takes the vectors, and rows of codes beside them;
+    through a resume, too."""
     monkeypatch.setattr(formats, "MIN_CODED", 16)
-    shapes = [*SHAPES, (8, 6), (8, 6)]
-    a, b = (
-        run_of(kind, shapes, offload=offload, state_dtype=state_dtype, **ONE_BY_ONE)
-        for offload in (False, True)
-    )
-    for run in (a, b):
+
+    def made(*, offload: bool) -> Run:
+        shapes = [*SHAPES, (8, 6), (8, 6)]
+        run = run_of(kind, shapes, offload=offload, state_dtype=state_dtype, **ONE_BY_ONE)
         rest = {**run.groups[0], "params": run.groups[0]["params"][-2:], "rule": "adamw"}
         run.groups[0]["params"] = run.groups[0]["params"][:-2]
         run.optimizer.add_param_group(rest)
+        return run
+
+    def resumed(run: Run) -> Run:
+        new = made(offload=run.groups[0]["offload"])
+        new.optimizer.load_state_dict(through_a_file(run.optimizer.state_dict()))
+        for p, q in zip(run.params, new.params, strict=True):
+            q.data.copy_(p.detach())
+        return new
+
+    a = made(offload=False)
     a.steps(range(5))
+    c = resumed(a)
+    c.steps(range(5, 9))
     with crossing(monkeypatch):
+        b = made(offload=True)
         b.steps(range(5))
+        assert all_same(read(a), read(b))
+        b = resumed(b)
+        b.steps(range(5, 9))
+        assert all_same(read(c), read(b))
+        a.steps(range(5, 9))
         assert all_same(read(a), read(b))
     coded = {torch.int8, torch.uint8}
     assert coded & {x.dtype for x in a.optimizer.state[a.params[-1]].values()}

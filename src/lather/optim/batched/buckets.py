@@ -19,6 +19,7 @@ changes.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -52,6 +53,9 @@ buckets would divide the batches of a step."""
 
 States = Mapping[Tensor, dict[str, Tensor]]
 """Parameter -> its state: `step`, and entries by name."""
+
+HostMemory = Mapping[torch.dtype, PinnedMemory]
+"""Memory of the host by the dtype of the stacks in it: torch saves no memory with several."""
 
 
 @dataclass(eq=False)
@@ -123,20 +127,14 @@ class Bucket:
         self.row_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in self.entries.values())
         """Bytes of the state of a row."""
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the host's memory that the stacks take."""
-        sizes = [math.prod(self.sizes[name]) * x.dtype.itemsize for name, x in self.entries.items()]
-        return sum(map(padded, sizes)) if self.offloaded else 0
-
-    def allocate(self, host: PinnedMemory | None = None) -> list[dict[str, Tensor]]:
+    def allocate(self, host: HostMemory | None = None) -> list[dict[str, Tensor]]:
         """Allocate the stacks with their initial values, in `host` if they are offloaded, and
         return the views of each member. They are detached, because autograd keeps the base of any
         other view alive, even when the user replaces the view's `data`."""
         entries = self.entries.items()
-        host = host or PinnedMemory(self.host_bytes)
+        host = host or host_memory([self])
         stacks = {
-            name: host.stack(self.sizes[name], x.dtype)
+            name: host[x.dtype].stack(self.sizes[name], x.dtype)
             if self.offloaded
             else torch.empty(self.sizes[name], dtype=x.dtype, device=self.device)
             for name, x in entries
@@ -151,7 +149,7 @@ class Bucket:
         pairs = zip(self.members, self.first_row, strict=False)
         return [{name: view(name, x, member, row) for name, x in entries} for member, row in pairs]
 
-    def stack(self, state: States, host: PinnedMemory | None = None) -> States:
+    def stack(self, state: States, host: HostMemory | None = None) -> States:
         """Move the state of the members into new stacks. Return state for `open_buckets`: it has
         initial entries for members whose state was deleted.
 
@@ -198,6 +196,15 @@ class Bucket:
                 ):
                     return False
         return True
+
+
+def host_memory(buckets: Iterable[Bucket]) -> HostMemory:
+    """Return memory of the host for the stacks of those of the buckets that are offloaded."""
+    sizes = Counter[torch.dtype]()
+    for bucket in buckets:
+        for name, x in bucket.entries.items() if bucket.offloaded else ():
+            sizes[x.dtype] += padded(math.prod(bucket.sizes[name]) * x.dtype.itemsize)
+    return {dtype: PinnedMemory(size) for dtype, size in sizes.items()}
 
 
 def move_to(x: Tensor, new: Tensor) -> bool:

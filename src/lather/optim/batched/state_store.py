@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 
 from lather.boxes import Piece, local
-from lather.optim.batched.buckets import Bucket, Member, States, make_buckets, move_to
-from lather.optim.batched.pinned import PinnedMemory, is_offloaded
+from lather.optim.batched.buckets import (
+    Bucket,
+    Member,
+    States,
+    host_memory,
+    make_buckets,
+    move_to,
+)
+from lather.optim.batched.pinned import is_offloaded
 from lather.optim.batched.plan import places_of
 from lather.optim.batched.remainders import REMAINDER, check_remainder, fit_remainder
 from lather.optim.batched.roster import ParamInfo, Roster
@@ -67,7 +74,7 @@ class StateStore:
         if not entries:
             return
         buckets = make_buckets(members, {id(p): int(step) for p, step in steps.items()})
-        host = PinnedMemory(sum(bucket.host_bytes for bucket in buckets))
+        host = host_memory(buckets)
         for bucket in buckets:
             for member, views in zip(bucket.members, bucket.allocate(host), strict=True):
                 entries[member.param] = views
@@ -109,7 +116,7 @@ class StateStore:
             _fit_remainder(info, state[info.param])
         steps = {key: int(state[member.param]["step"]) for key, member in moved.items()}
         new = make_buckets(moved.values(), steps) if moved else []
-        host = PinnedMemory(sum(bucket.host_bytes for bucket in new))
+        host = host_memory(new)
         self.buckets = current
         for bucket in new:
             bucket.stack(state, host)
