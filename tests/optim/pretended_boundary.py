@@ -182,7 +182,9 @@ class Module:
             self.boundary.stream = before
 
 
-class _Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """Tells the boundary of the operations of the block, in one thread."""
+
     def __init__(self, boundary: Boundary) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.boundary = boundary
@@ -243,5 +245,5 @@ def crossing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Boundary]:
         patch.setattr(visits.Visits, "__init__", started)
         patch.setattr(visits.Visits, "_write_back", written_back)
         patch.setattr(visits.Visits, "end", ended)
-        with _Watch(boundary):
+        with Watch(boundary):
             yield boundary

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pretended_boundary import Stream, UnorderedError, Watch, crossing
 from stored import bytes_by_file, same_bits, stored_tensors
 from torch import nn
 
 from lather.checkpoint import save as checkpoint_save
 from lather.checkpoint.folder import Progress, Retention, list_checkpoints
-from lather.checkpoint.save import Saver, save_checkpoint
+from lather.checkpoint.save import Saver, Staging, save_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.optim import AdamW
@@ -27,10 +28,10 @@ from lather.train.loop import DivergedError, train
 class Trainee:
     """A small model that AdamW trains on noise."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1, bias=False))
-        self.optimizer = AdamW(self.model.parameters(), lr=0.1)
+        self.optimizer = AdamW(self.model.parameters(), lr=0.1, **options)
         self.state = TrainingState.of_model(self.model, self.optimizer)
 
     def train(self) -> None:
@@ -89,6 +90,54 @@ def test_what_is_written_is_the_state_at_the_step(
         tmp_path / "at once", Progress(2, 0.5), trainee.state, retention=Retention(1)
     )
     assert not same_bits(path, trained)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Offloaded state behind the pretended boundary, which watches the copies of a save, too."""
+    copy = Staging.copy
+    with crossing(monkeypatch) as boundary:
+
+        def watched_copy(staging: Staging, values: Any) -> Any:
+            with Watch(boundary):
+                return copy(staging, values)
+
+        monkeypatch.setattr(Staging, "copy", watched_copy)
+        yield
+
+
+@pytest.mark.usefixtures("watched")
+def test_offloaded_state_is_that_of_the_step_while_later_steps_write_it(
+    trainee: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = Progress(1, 0.5)
+    expected = save_checkpoint(
+        tmp_path / "at once", progress, trainee.state, retention=Retention(1)
+    )
+    torch.manual_seed(3)
+    offloaded = Trainee(offload=True)
+    offloaded.train()
+    gate, saver = Gate(monkeypatch), offloaded.saver(tmp_path / "beside")
+    path = saver.save(progress)
+    assert gate.reached.wait(60)
+    for _ in range(2):
+        offloaded.train()
+    gate.opened.set()
+    saver.wait()
+    assert same_bits(path, expected)
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_save_waits_until_offloaded_state_has_been_written_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloaded = Trainee(offload=True)
+    offloaded.train()
+    monkeypatch.setattr(Stream, "synchronize", lambda _: None)
+    saver = offloaded.saver(tmp_path)
+    saver.save(Progress(1, 0.5))
+    with pytest.raises(UnorderedError):
+        saver.wait()
 
 
 def test_the_next_save_waits_for_the_one_before(
