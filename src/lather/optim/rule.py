@@ -156,7 +156,8 @@ class Rule:
     """Number of CUDA streams that share the batches of a step."""
     offload: bool = False
     """Keep the state in pinned memory of the host. The rows of a batch visit the GPU for their part
-    of a step, while those of the next are fetched. On a CPU it changes nothing."""
+    of a step, while those of the next are fetched. Remainders of bf16 weights stay on the GPU. On a
+    CPU it changes nothing."""
     fp32_matmul_prec: Precision = "auto"
     """fp32 matmul precision of statistics and updates, by torch's names. auto: high (TF32) on a
     GPU, highest on a CPU."""
