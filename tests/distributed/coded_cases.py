@@ -208,7 +208,13 @@ def _changed_before_a_step(mesh: DeviceMesh) -> list[str]:
 def _changed_before_saving(mesh: DeviceMesh) -> list[str]:
     """To int8, after which the state is saved before the next step."""
     wrong = []
-    for cls, ownership in ((Muon, "whole"), (Muon, "replicated"), (AdamW, "whole")):
+    for cls, ownership in (
+        (Muon, "whole"),
+        (Muon, "replicated"),
+        (AdamW, "whole"),
+        (SOAP, "whole"),
+        (SOAP, "replicated"),
+    ):
         shapes = [(64, 96), (64, 128), (64, 96)]
         both = _both(mesh, cls, shapes, Shard(0), ownership=ownership)
         one, many = both[0][1], both[1][1]
@@ -219,7 +225,7 @@ def _changed_before_saving(mesh: DeviceMesh) -> list[str]:
             for group in optimizer.param_groups:
                 group["state_dtype"] = "int8"
         of_piece = {piece.name for _, piece in many.state_pieces()} - {"step"}
-        if any(not key.endswith(("_codes", "_scale")) for key in of_piece):
+        if any(not key.endswith(("_codes", "_scale", "_diagonal")) for key in of_piece):
             wrong.append(f"{cls.__name__}: pieces {sorted(of_piece)}")
         what = f"before saving, {cls.__name__}, {ownership}"
         wrong += _differing(what, coded.state_dict(), many.state_dict())

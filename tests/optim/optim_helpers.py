@@ -136,7 +136,10 @@ def whole(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state with its factors as whole matrices; those of `strangers` are whole."""
     return {
         key: unpack_triangle(x.flatten(-2), x.shape[-2] - (x.shape[-2] == 2 * x.shape[-1] + 1))
-        if key.startswith("factor") and x.shape[-1] != x.shape[-2]
+        if key.startswith("factor")
+        and "_codes" not in key
+        and x.dim() > 1
+        and x.shape[-1] != x.shape[-2]
         else x
         for key, x in state.items()
     }

@@ -22,7 +22,7 @@ from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack
 from lather.optim import MatrixOptimizer
-from lather.optim.batched.formats import ENCODED, SCALE, EntryFormat
+from lather.optim.batched.formats import DIAGONAL, ENCODED, SCALE, EntryFormat
 from lather.optim.batched.remainders import REMAINDER
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather
 from lather.parallel.local_parameters import LocalParameter, ShardInfo
@@ -174,13 +174,15 @@ class TrainingState:
 
 def state_shapes(tensors: Mapping[str, StoredEntry | Piece]) -> Shapes:
     """Return the shapes of the optimizer state among the tensors of a checkpoint, or among pieces
-    of a state, by entry and without scales: either may have other formats."""
+    of a state, by entry and without scales and diagonals: either may have other formats."""
     shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, tensor in tensors.items():
         entry, slash, key = name.rpartition("/")
         is_state = slash and not name.startswith(RANDOM)
-        if is_state and key != REMAINDER and not key.endswith(SCALE):
-            shapes[entry][key.removesuffix(ENCODED)] = tensor.shape
+        if is_state and key != REMAINDER and not key.endswith((SCALE, DIAGONAL)):
+            kept = key.removesuffix(ENCODED)
+            in_16_bits = f"{entry}/{kept}{DIAGONAL}" in tensors  # pairs of bytes
+            shapes[entry][kept] = tensor.shape[:-1] if in_16_bits else tensor.shape
     return shapes
 
 

@@ -75,7 +75,9 @@ def _is_state_dtype(value: Any) -> bool:
         return True
     if isinstance(value, Mapping):
         return set(value) <= {"moments", "bases", "factors"} and all(
-            dtype in (torch.float32, torch.bfloat16, torch.int8) for dtype in value.values()
+            dtype in (torch.float32, torch.bfloat16, torch.int8)
+            or (part, dtype) == ("factors", torch.int16)
+            for part, dtype in value.items()
         )
     return value in (torch.float32, torch.float64, torch.bfloat16, torch.int8)
 
@@ -102,7 +104,9 @@ Bytes = Annotated[
     int | None, Range("an integer >= 1 or None", lambda size: size is None or is_count(size, 1))
 ]
 Precision = Literal["auto", "highest", "high", "medium"]
-BY_PART = "{'moments': dtype, 'bases': dtype, 'factors': dtype} of fp32, bf16 or int8"
+BY_PART = (
+    "{'moments': dtype, 'bases': dtype, 'factors': dtype} of fp32, bf16, int8, or int16 for factors"
+)
 """The value of `state_dtype` that sets the dtype of each part, in words."""
 StateDtype = Annotated[
     torch.dtype | Mapping[str, torch.dtype] | str | None,

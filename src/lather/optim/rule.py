@@ -62,8 +62,8 @@ class Entry:
     shape: tuple[int, ...]
     kind: Literal["moment", "basis", "factor", "statistic"] = "statistic"
     """Part of `state_dtype` that sets the stored dtype. moment: has the shape of the matrix; basis:
-    a matrix that `refresh` alone changes; factor: a symmetric matrix, of which one triangle is
-    stored; a statistic is at least fp32."""
+    a matrix that `refresh` alone changes; factor: a symmetric, positive semidefinite matrix, of
+    which one triangle is stored; a statistic is at least fp32."""
     initial: float | None = 0.0
     """Value before the first step; None: the identity matrix."""
     nonnegative: bool = False
@@ -140,9 +140,10 @@ class Rule:
     state_dtype: StateDtype = None
     """dtype of state and arithmetic. None: float64 for float64 parameters, otherwise float32.
     bfloat16 is for moments and bases: factors, statistics and arithmetic stay fp32. int8 keeps
-    these in 8 bits with a scale per block, and factors in bfloat16; vectors, and entries with fewer
-    than 4,096 elements, stay fp32. {"moments": dtype, "bases": dtype, "factors": dtype} sets some
-    of the parts. As text: "float64", "moments=int8,bases=bfloat16"."""
+    these in 8 bits with a scale per block, and factors in int16, in units of their diagonals;
+    vectors, and entries with fewer than 4,096 elements, stay fp32. {"moments": dtype, "bases":
+    dtype, "factors": dtype} sets some of the parts. As text: "float64" or
+    "moments=int8,factors=int16"."""
     max_state_bytes: Bytes = None
     """Largest state of a parameter in bytes; a parameter that needs more is refused. None: no
     limit."""
@@ -195,7 +196,7 @@ class Rule:
         if isinstance(dtype, Mapping):
             parts = dtype
         elif dtype is torch.int8:
-            parts = {**parts, "factors": torch.bfloat16}
+            parts = {**parts, "factors": torch.int16}
         return {
             "moment": parts.get("moments", wide),
             "basis": parts.get("bases", wide),

@@ -9,6 +9,12 @@ the triangle of the other columns. All copies are then of blocks, and there is n
                     20 21 22                        10 11
                     30 31 32                        20 21
                     40 41 42                        30 31
+
+`quantize_triangle` and `dequantize_triangle` do the same for Kronecker factors, in 16 bits: an
+element is a multiple of the root of the product of its two diagonal elements, which bounds it in a
+positive semidefinite matrix; these stay fp32. The error is thus the same part of every element's
+bound, however much the rows differ in size, where bf16, of as many bytes, hides small eigenvalues
+behind the rounding of large elements.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from torch import Tensor
 
 from lather.kernels.backend import fastest
 from lather.kernels.triangle import reference
-from lather.shapes import Float
+from lather.shapes import Float, Int
 
 
 def triangle_numel(n: int) -> int:
@@ -55,4 +61,35 @@ def unpack_triangle(
     fastest(reference.unpack_triangle, packed, out, in_reference=not packed.is_contiguous())(
         packed, out
     )
+    return out
+
+
+@torch.no_grad()
+def quantize_triangle(
+    x: Float[Tensor, "*b n n"],
+    codes: Int[Tensor, "*b packed"],
+    diagonal: Float[Tensor, "*b n"],
+    step: int,
+) -> None:
+    """Encode positive semidefinite matrices (fp32) in contiguous `codes` (int16, packed) and
+    `diagonal` (fp32). They are rounded up or down with the probabilities that keep their
+    expectation over steps, by a hash (`lather.kernels.stochastic_rounding`).
+
+    Elements beyond their bound become the bound; those of a row whose diagonal element is not
+    positive become 0. Raises TypeError for another dtype than fp32.
+    """
+    if x.dtype != torch.float32:
+        raise TypeError(f"x is {x.dtype}: has to be torch.float32 (convert it first)")
+    operation = fastest(reference.quantize_triangle, x, codes, in_reference=not x.is_contiguous())
+    operation(x, codes, diagonal, step)
+
+
+@torch.no_grad()
+def dequantize_triangle(
+    codes: Int[Tensor, "*b packed"], diagonal: Float[Tensor, "*b n"]
+) -> Float[Tensor, "*b n n"]:
+    """Return the matrices that `quantize_triangle` encoded, in fp32. Encoded again, they have the
+    same codes, in any step."""
+    out = diagonal.new_empty(*diagonal.shape, diagonal.shape[-1])
+    fastest(reference.dequantize_triangle, codes, out)(codes, diagonal, out)
     return out

@@ -4,17 +4,21 @@
               (`lather.kernels.triangle`)
     int8      codes of 8 bits, `..._codes`, and a scale for each block of elements of the last dim,
               `..._scale` (`lather.kernels.quantized`)
+    int16     of a factor, codes of 16 bits, `..._codes`, as pairs of bytes, because collectives
+              have no int16, and the diagonal in fp32, `..._diagonal` (`lather.kernels.triangle`)
     others    one tensor, in the dtype of its kind, with the name of the entry
 
 Codes have a name of their own, so that a loader that copies tensors by name, such as
 torch.distributed.checkpoint, never takes codes for the numbers themselves.
 
 The dtype of codes tells how they are decoded: uint8 holds second moments, which are not negative,
-int8 everything else. Moments and factors are rounded stochastically, so that averages do not drift;
-bases to the nearest code. An entry that has not changed is encoded to the same bits.
+and pairs of bytes of factors; int8 everything else. Moments and factors are rounded stochastically,
+so that averages do not drift; bases to the nearest code. An entry that has not changed is encoded
+to the same bits.
 
 Stored tensors are ordinary entries of a layout: buckets, checkpoints and exchanges between ranks
-know no formats. Blocks lie along the last dim, so rows may be divided among ranks. `Rows` gives a
+know no formats. Blocks lie along the last dim, so rows may be divided among ranks; codes of 16 bits
+are encoded and decoded where all rows are. `Rows` gives a
 rule its entries, and stores what the rule has changed.
 """
 
@@ -28,7 +32,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lather.boxes import Piece
+from lather.boxes import Box, Piece
 from lather.device import Read, is_true
 from lather.kernels.quantized import (
     BASIS,
@@ -41,10 +45,15 @@ from lather.kernels.quantized import (
     quantize_,
 )
 from lather.kernels.stochastic_rounding import round_to_bf16
-from lather.kernels.triangle import pack_triangle, unpack_triangle
+from lather.kernels.triangle import (
+    dequantize_triangle,
+    pack_triangle,
+    quantize_triangle,
+    unpack_triangle,
+)
 from lather.optim.rule import Entry, State
 
-CODES = (torch.int8, torch.uint8)
+CODES = (torch.int8, torch.uint8, torch.int16)
 """dtypes of codes."""
 
 ENCODED = "_codes"
@@ -53,23 +62,26 @@ ENCODED = "_codes"
 SCALE = "_scale"
 """End of the name of the tensor with the scales of an entry."""
 
+DIAGONAL = "_diagonal"
+"""End of the name of the tensor with the diagonal of a factor in int16."""
+
 MIN_CODED = 4096
-"""Least number of elements, of the last two dims together, of an entry that is stored in int8."""
+"""Least number of elements, of the last two dims together, of an entry that is stored as codes."""
 
 
 def is_coded(shape: Sequence[int]) -> bool:
-    """Whether entries of this shape are stored in int8 if that is asked for; smaller ones stay
+    """Whether entries of this shape are stored as codes if that is asked for; smaller ones stay
     fp32."""
     return len(shape) > 1 and math.prod(shape[-2:]) >= MIN_CODED
 
 
 def check_finite(x: Tensor, what: str) -> None:
-    """Raise ValueError if a saved entry, which is to be stored in int8, has an infinity or NaN: its
-    block would be NaN."""
+    """Raise ValueError if a saved entry, which is to be stored as codes, has an infinity or NaN:
+    its block would be NaN."""
     if not is_true(x.isfinite().all(), Read.FINITE):
         raise ValueError(
-            f"{what} has an infinity or NaN, but is to be stored in int8, which has to be finite: "
-            "load a state from before it, or begin with a fresh one"
+            f"{what} has an infinity or NaN, but is to be stored in 8 or 16 bits (state_dtype "
+            "int8), which has to be finite: load a state from before it, or begin with a fresh one"
         )
 
 
@@ -96,7 +108,7 @@ class StateEntry:
     is_basis: bool
     """Whether refreshes alone change it."""
     is_scale: bool = False
-    """Whether it has the scales of another entry, one per block."""
+    """Whether it has the scales of another entry, one per block, or its diagonal."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +118,29 @@ class EntryFormat:
     name: str
     entry: Entry = field(repr=False)
     dtype: torch.dtype
-    """dtype in which the elements are stored."""
+    """dtype of the elements."""
 
     @classmethod
     def of(cls, name: str, entry: Entry, dtype: torch.dtype) -> EntryFormat:
         """Return the format for a `state_dtype`."""
         is_positive = dtype == torch.int8 and entry.nonnegative
         return cls(name, entry, torch.uint8 if is_positive else dtype)
+
+    def in_state(self, state: Mapping[str, object]) -> EntryFormat:
+        """Return the format in which a state has the entry; this one if it lacks it."""
+        return self.in_checkpoint(lambda key: getattr(state.get(key), "dtype", None)) or self
+
+    def in_checkpoint(
+        self, dtype_of: Callable[[str], torch.dtype | None], parent: str = ""
+    ) -> EntryFormat | None:
+        """Return the format in which a checkpoint has the entry, whose names there begin with
+        `parent`; None if it lacks it. `dtype_of`: name -> dtype; None if there is no such
+        tensor."""
+        codes = dtype_of(f"{parent}{self.name}{ENCODED}")
+        if codes == torch.uint8 and self.is_packed:
+            codes = torch.int16
+        dtype = codes if codes in CODES else dtype_of(f"{parent}{self.name}")
+        return None if dtype is None else replace(self, dtype=dtype)
 
     @cached_property
     def key(self) -> str:
@@ -123,6 +151,11 @@ class EntryFormat:
     def is_packed(self) -> bool:
         """Whether one triangle of a symmetric matrix is stored."""
         return self.entry.kind == "factor"
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether all rows are needed to encode or decode any."""
+        return self.dtype == torch.int16
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether the stored tensor is the entry, in this dtype of computation."""
@@ -136,8 +169,17 @@ class EntryFormat:
         entry = StateEntry(shape, self.dtype, kind == "moment", kind == "basis")
         if self.dtype not in CODES:
             return {self.key: entry}
-        blocks = (*shape[:-1], num_blocks(shape[-1]))
-        scale = replace(entry, shape=blocks, dtype=torch.float32, is_moment=False, is_scale=True)
+        scale = replace(
+            entry,
+            shape=(*shape[:-1], num_blocks(shape[-1])),
+            dtype=torch.float32,
+            is_moment=False,
+            is_scale=True,
+        )
+        if self.is_whole:
+            codes = replace(entry, shape=(*shape, 2), dtype=torch.uint8)
+            diagonal = replace(scale, shape=self.entry.shape[-1:])
+            return {self.key: codes, f"{self.name}{DIAGONAL}": diagonal}
         return {self.key: entry, f"{self.name}{SCALE}": scale}
 
     def allocate(self, batch: int, device: torch.device) -> dict[str, Tensor]:
@@ -166,6 +208,8 @@ class EntryFormat:
 
     def decode(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the entry in the dtype of computation: the stored tensor, if it is plain."""
+        if self.is_whole:
+            return dequantize_triangle(*self._triangle(stored)).to(dtype)
         x = stored[self.key] if self.dtype not in CODES else self.widened(stored)
         if not self.is_packed:
             return x.to(dtype)
@@ -177,7 +221,9 @@ class EntryFormat:
         """Store the entry, given in any dtype. `step` is that of stochastic rounding; None rounds
         to the nearest."""
         target = stored[self.key]
-        if self.is_packed and target.dtype == x.dtype and target.is_contiguous():
+        if self.is_whole:
+            quantize_triangle(x.float(), *self._triangle(stored), step or 0)
+        elif self.is_packed and target.dtype == x.dtype and target.is_contiguous():
             pack_triangle(x, out=target.flatten(-2))  # without a copy
         else:
             self.narrow(pack(x) if self.is_packed else x, stored, step)
@@ -218,30 +264,65 @@ class EntryFormat:
         """
         piece = pieces[self.key]
         parent = piece.name.removesuffix(self.key)
-        dtype = dtype_of(f"{parent}{self.name}{ENCODED}") or dtype_of(f"{parent}{self.name}")
-        if dtype is None:
+        theirs = self.in_checkpoint(dtype_of, parent)
+        if theirs is None:
             return
-        theirs = replace(self, dtype=dtype)
-        if theirs.key == self.key:
+        if theirs == self or not {theirs.dtype, self.dtype} & set(CODES):
             for key in self.stored:
                 read_into(pieces[key].value, pieces[key].name, pieces[key].offset)
             return
+
+        def read_stored(boxes: Mapping[str, Box]) -> dict[str, Tensor]:
+            stored = {}
+            for key, box in boxes.items():
+                stored[key] = torch.empty(box.size, dtype=theirs.stored[key].dtype, device="cpu")
+                read_into(stored[key], f"{parent}{key}", box.offset)
+            return stored
+
+        what = f"the saved entry {parent}{self.name}"
+        if self.is_whole or theirs.is_whole:
+            batch = piece.value.dim() - len(self.stored[self.key].shape)
+            lead, first = tuple(piece.value.shape[:batch]), tuple(piece.offset[:batch])
+            boxes = {
+                key: Box((*first, *(0 for _ in x.shape)), (*lead, *x.shape))
+                for key, x in theirs.stored.items()
+            }
+            for key, x in self.converted(read_stored(boxes), theirs, what).items():
+                rows = pieces[key].box.within(Box((*first, *(0 for _ in x.shape[batch:])), x.shape))
+                pieces[key].value.copy_(x[rows])
+            return
         size, offset, skipped = tuple(piece.value.shape), tuple(piece.offset), 0
-        boxes = {theirs.key: (size, offset)}
+        boxes = {theirs.key: Box(offset, size)}
         if theirs.dtype in CODES:
             skipped = offset[-1] % BLOCK  # elements before the piece in its first block
             size, offset = (*size[:-1], skipped + size[-1]), (*offset[:-1], offset[-1] - skipped)
-            blocks = (*size[:-1], num_blocks(size[-1])), (*offset[:-1], offset[-1] // BLOCK)
-            boxes = {theirs.key: (size, offset), f"{self.name}{SCALE}": blocks}
-        stored = {}
-        for key, (shape, start) in boxes.items():
-            stored[key] = torch.empty(shape, dtype=theirs.stored[key].dtype, device="cpu")
-            read_into(stored[key], f"{parent}{key}", start)
-        x = theirs.widened(stored)[..., skipped:] if skipped else theirs.widened(stored)
+            blocks = (*offset[:-1], offset[-1] // BLOCK), (*size[:-1], num_blocks(size[-1]))
+            boxes = {theirs.key: Box(offset, size), f"{self.name}{SCALE}": Box(*blocks)}
+        x = theirs.widened(read_stored(boxes))[..., skipped:]
         if self.dtype in CODES:
-            check_finite(x, f"the saved entry {piece.name.removesuffix(self.key)}{self.name}")
+            check_finite(x, what)
         x = x.to(piece.value.device)
         self.narrow(x, {key: pieces[key].value for key in self.stored})
+
+    def converted(
+        self, stored: Mapping[str, Tensor], theirs: EntryFormat, what: str
+    ) -> dict[str, Tensor]:
+        """Return the stored tensors of a whole entry in this format from those in another. Raises
+        ValueError, which names the entry as `what`, if it is not finite but becomes codes."""
+        x = theirs.decode(stored, torch.float32)
+        if self.dtype in CODES:
+            check_finite(x, what)
+        lead = x.shape[: x.dim() - len(self.entry.shape)]
+        result = {
+            key: x.new_empty(*lead, *y.shape, dtype=y.dtype) for key, y in self.stored.items()
+        }
+        self.encode(x, result)
+        return result
+
+    def _triangle(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the codes of 16 bits, packed, and the diagonal."""
+        codes = stored[self.key].view(torch.int16)
+        return codes.view(*codes.shape[:-3], -1), stored[f"{self.name}{DIAGONAL}"]
 
     @property
     def _code(self) -> Code:

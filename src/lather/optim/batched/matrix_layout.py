@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lather.boxes import Box, is_dtensor, local
 from lather.kernels.quantized import BLOCK, num_blocks
-from lather.optim.batched.formats import CODES, ENCODED, SCALE, EntryFormat, StateEntry, is_coded
+from lather.optim.batched.formats import CODES, SCALE, EntryFormat, StateEntry, is_coded
 from lather.optim.batched.remainders import REMAINDER
 from lather.optim.options import name_of
 from lather.optim.plain import plain
@@ -173,16 +173,7 @@ class Layout:
 
     def formats_of(self, state: Mapping[str, Any]) -> dict[str, EntryFormat]:
         """Return the formats in which a state has the entries of this layout."""
-
-        def dtype_in(state: Mapping[str, Any], form: EntryFormat) -> torch.dtype:
-            codes = getattr(state.get(f"{form.name}{ENCODED}"), "dtype", None)
-            if codes in CODES:
-                return codes
-            return getattr(state.get(form.name), "dtype", form.dtype)
-
-        return {
-            name: replace(form, dtype=dtype_in(state, form)) for name, form in self.formats.items()
-        }
+        return {name: form.in_state(state) for name, form in self.formats.items()}
 
     def stored_in(self, state: Mapping[str, Any]) -> dict[str, StateEntry]:
         """Return the tensors that a state has in its formats, by name."""
@@ -323,19 +314,30 @@ def _converted(
     """Convert an entry from the format `form` to that of the layout; parts of DTensors stay where
     they are."""
     new, source = layout.formats[form.name], stored[form.key]
-    x = form.widened({key: local(value) for key, value in stored.items()})
-    result = {new.key: x.new_empty(x.shape, dtype=new.dtype)}
-    if new.dtype in CODES:
-        result[f"{new.name}{SCALE}"] = x.new_empty(
-            *x.shape[:-1], num_blocks(x.shape[-1]), dtype=torch.float32
-        )
-    new.narrow(x, result)
+    if new.is_whole or form.is_whole:
+        whole = {key: x.full_tensor() if is_dtensor(x) else x for key, x in stored.items()}
+        what = f"{form.name} of a parameter of shape {layout.shape}"
+        result = new.converted(whole, form, what)
+    else:
+        x = form.widened({key: local(value) for key, value in stored.items()})
+        result = {new.key: x.new_empty(x.shape, dtype=new.dtype)}
+        if new.dtype in CODES:
+            result[f"{new.name}{SCALE}"] = x.new_empty(
+                *x.shape[:-1], num_blocks(x.shape[-1]), dtype=torch.float32
+            )
+        new.narrow(x, result)
     if is_dtensor(source):
+        from torch.distributed.tensor import distribute_tensor
+
         from lather.torch_private import dtensor_over  # imports DTensor
 
+        mesh, placements = source.device_mesh, source.placements
         for key, part in result.items():
-            like = torch.empty(layout.shape_of(new.stored[key]), device="meta")
-            result[key] = dtensor_over(part, source.device_mesh, source.placements, like)
+            if new.is_whole or form.is_whole:
+                result[key] = distribute_tensor(part, mesh, placements, src_data_rank=None)
+            else:
+                like = torch.empty(layout.shape_of(new.stored[key]), device="meta")
+                result[key] = dtensor_over(part, mesh, placements, like)
     return result
 
 

@@ -266,7 +266,7 @@ def _convert_without_member(info: ParamInfo, state: MutableStates) -> None:
     """Convert the state of a parameter without member on this rank to the formats of its layout."""
     entries = state[info.param]
     if info.is_replicated:
-        converted = info.layout.converted(entries)
+        converted = _converted_rows(info, entries)
     elif entries.keys() - {REMAINDER} == {"step", *info.layout.entries} and all(
         entries[key].dtype == x.dtype for key, x in info.layout.entries.items()
     ):
@@ -276,6 +276,23 @@ def _convert_without_member(info: ParamInfo, state: MutableStates) -> None:
         converted = {**others, **_without_member(info)}
     if converted is not entries:
         state[info.param] = dict(converted)
+
+
+def _converted_rows(info: ParamInfo, entries: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    """Convert this rank's rows of a state; the same object if they are in the right formats. All
+    ranks of the mesh call this together."""
+    if info.layout.formats_of(entries) == info.layout.formats:
+        return entries
+    from lather.torch_private import dtensor_over  # imports DTensor
+
+    assert info.spread is not None
+    spread_entries = dict(entries)
+    for key, x in info.layout.stored_in(entries).items():
+        like = torch.empty(info.layout.shape_of(x), device="meta")
+        rows = info.spread.rows(tuple(like.shape))
+        assert rows.mesh is not None
+        spread_entries[key] = dtensor_over(entries[key], rows.mesh, rows.placements, like)
+    return {key: local(x) for key, x in info.layout.converted(spread_entries).items()}
 
 
 def _is_current(bucket: Bucket, members: Mapping[int, Member], state: States) -> bool:
