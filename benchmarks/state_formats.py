@@ -4,8 +4,22 @@ update, a basis, and the eigenbasis of a factor.
     python -m benchmarks.state_formats [--out benchmarks/results/state-formats.jsonl]
 
 Gradients are Gaussian with a constant part of 0.3 of the noise. `decades`: by how many decades the
-sizes of coordinates differ, in the eigenbasis. The formats are those of
-`benchmarks.studies.coded_state`.
+sizes of coordinates differ, in the eigenbasis.
+
+    float32             no rounding
+    bfloat16            bf16 with stochastic rounding; bfloat16_nearest: to the nearest
+    int8                the code that `lather.kernels.quantized` has for the kind of entry, with
+                        stochastic rounding; int8_nearest: to the nearest
+    linear              127 equal steps up to the next power of two; linear_nearest
+    coarse              4 bits of exponent and 3 of mantissa for moments, in place of 3 and 4, and 5
+                        and 3 for second moments, in place of 4 and 4; coarse_nearest
+    orthonormal         bases in int8 to the nearest, made orthonormal again when they are read, by
+                        a step of Newton-Schulz
+    diagonal            factors in the linear code, each element in units of the root of the product
+                        of its two diagonal elements, which stay in fp32
+    int16               the same in 16 bits (`lather.kernels.triangle.quantize_triangle`)
+
+Factors are symmetric, so rounding is that of their lower triangles. What is measured:
 
     moments, squares    error of m / sqrt(v) in the smaller half of the coordinates, after 300 steps
     bases               spectral norm of the error of a random basis, and of Q^T Q - I
@@ -23,14 +37,62 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Row, RowFile, environment
-from benchmarks.studies.coded_state import rounded, rounded_factor
-from lather.kernels.quantized import BASIS, POSITIVE, SIGNED
+from lather.kernels.quantized import (
+    BASIS,
+    POSITIVE,
+    SIGNED,
+    Code,
+    dequantize,
+    num_blocks,
+    quantize_,
+)
+from lather.kernels.stochastic_rounding import round_to_bf16
+from lather.kernels.triangle import (
+    dequantize_triangle,
+    pack_triangle,
+    quantize_triangle,
+    triangle_numel,
+    unpack_triangle,
+)
 
 MOMENTS = ("bfloat16", "int8", "int8_nearest", "coarse", "coarse_nearest", "linear")
 SQUARES = ("bfloat16", "int8", "int8_nearest", "coarse", "linear")
 BASES = ("bfloat16_nearest", "int8_nearest", "int8", "linear_nearest", "orthonormal")
 FACTORS = ("bfloat16", "bfloat16_nearest", "int8", "linear", "diagonal", "int16")
 WIDTH = 256
+COARSE = {True: Code(16, is_signed=True), False: Code(32, is_signed=False)}
+LINEAR = {True: Code(1, is_signed=True), False: Code(1, is_signed=False)}
+
+
+def rounded(x: Tensor, form: str, code: Code, step: int) -> Tensor:
+    """Return x (B, ..., n) as it is read again from a format, of which `code` is the int8."""
+    name, _, nearest = form.partition("_")
+    if name == "bfloat16":
+        return (x.bfloat16() if nearest else round_to_bf16(x, step)).float()
+    code = {"linear": LINEAR, "coarse": COARSE}.get(name, {}).get(code.is_signed, code)
+    x = x.contiguous()
+    codes = torch.empty_like(x, dtype=torch.int8)
+    scales = x.new_empty(*x.shape[:-1], num_blocks(x.shape[-1]))
+    quantize_(x, codes, scales, step, code=code, stochastic=not nearest and name != "orthonormal")
+    y = dequantize(codes, scales, code=code)
+    return 1.5 * y - 0.5 * y @ (y.mT @ y) if name == "orthonormal" else y
+
+
+def rounded_factor(k: Tensor, form: str, step: int) -> Tensor:
+    n = k.shape[-1]
+    if form == "int16":
+        codes = torch.empty(*k.shape[:-2], triangle_numel(n), dtype=torch.int16)
+        diagonal = k.new_empty(k.shape[:-1])
+        quantize_triangle(k, codes, diagonal, step)
+        return dequantize_triangle(codes, diagonal)
+    if form != "diagonal":
+        return unpack_triangle(rounded(pack_triangle(k), form, SIGNED, step), n)
+    scale = k.diagonal(dim1=-2, dim2=-1).clamp_min(1e-38).rsqrt()
+    scale = scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    triangle = rounded(pack_triangle(k * scale), "linear", SIGNED, step)
+    whole = unpack_triangle(triangle, n) / scale
+    whole.diagonal(dim1=-2, dim2=-1).copy_(k.diagonal(dim1=-2, dim2=-1))
+    return whole
 
 
 def rows() -> Iterator[Row]:

@@ -9,6 +9,7 @@ which seeds) and says which runs are left to make.
                                             kind
     [contestants.NAME]
     optim = { name = "muon", momentum = 0.9 }         # [optim] without rates
+    train = { weight_dtype = "bfloat16" }             # may be left out: keys of [train]
     rates = { small = [1e-2, 2e-2], large = [...] }   # of matrices, of the rest, in the settings in
                                                       which it takes part
 
@@ -76,6 +77,8 @@ class StudyContestant:
     optim: dict[str, Any]
     rates: dict[str, Rates]
     """Rates (of matrices, of the rest) by setting, for the settings that it takes part in."""
+    train: dict[str, Any]
+    """Further keys of [train]."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,9 @@ class Study:
     def trial(self, contestant: StudyContestant, setting: str, seed: int, rates: Rates) -> Trial:
         lr, rest = (float(f"{rate:.9g}") for rate in rates)
         optim = _merged(contestant.optim, {"lr": lr, "rest": {"lr": rest}})
-        return Trial(
-            setting,
-            contestant.name,
-            seed,
-            (lr, rest),
-            _merged(self.settings[setting], {"optim": optim, "seed": seed}),
-        )
+        own = {"optim": optim, "train": contestant.train, "seed": seed}
+        mapping = _merged(self.settings[setting], own)
+        return Trial(setting, contestant.name, seed, (lr, rest), mapping)
 
     def pairs(self) -> Iterator[tuple[str, StudyContestant]]:
         """Yield every setting with each contestant that takes part in it."""
@@ -235,7 +234,7 @@ def _study(mapping: dict[str, Any]) -> Study:
     contestants = []
     for name, values in mapping["contestants"].items():
         prefix = f"contestants.{name}."
-        _check_keys(values, prefix, ("optim", "rates"))
+        _check_keys(values, prefix, ("optim", "rates"), ("train",))
         for setting in values["rates"]:
             allowed = f"for the settings {', '.join(settings)}"
             require(setting in settings, f"{prefix}rates", setting, allowed)
@@ -243,7 +242,8 @@ def _study(mapping: dict[str, Any]) -> Study:
             setting: _rates(pair, f"{prefix}rates.{setting}")
             for setting, pair in values["rates"].items()
         }
-        contestants.append(StudyContestant(name, values["optim"], rates))
+        train = values.get("train", {})
+        contestants.append(StudyContestant(name, values["optim"], rates, train))
     tuning, seeds = None, mapping.get("seeds", [])
     if "tuning" in mapping:
         _check_keys(mapping["tuning"], "tuning.", ("seed", "factor"))
