@@ -221,11 +221,19 @@ def _swiglu(s: ModelSizes) -> Calls:
 
 def _triangle(s: ModelSizes) -> Calls:
     from lather.kernels.triangle import triangle_numel
-    from lather.kernels.triangle.triton import pack_triangle, unpack_triangle
+    from lather.kernels.triangle.triton import (
+        dequantize_triangle,
+        pack_triangle,
+        quantize_triangle,
+        unpack_triangle,
+    )
 
-    packed = _on_meta(s.e, triangle_numel(s.d), dtype=s.dtype)
-    yield pack_triangle, _floats(s.e, s.d, s.d), packed
-    yield unpack_triangle, packed, _floats(s.e, s.d, s.d)
+    x, packed = _floats(s.e, s.d, s.d), _on_meta(s.e, triangle_numel(s.d), dtype=s.dtype)
+    yield pack_triangle, x, packed
+    yield unpack_triangle, packed, x
+    codes = _on_meta(packed.shape, dtype=torch.int16), _floats(s.e, s.d)
+    yield quantize_triangle, x, *codes, 3
+    yield dequantize_triangle, *codes, x
 
 
 CASES: tuple[Callable[[ModelSizes], Calls], ...] = (

@@ -33,7 +33,13 @@ from lather.kernels.rms_norm import rms_norm
 from lather.kernels.rotary import rotate_pairs
 from lather.kernels.stochastic_rounding import round_to_bf16
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
-from lather.kernels.triangle import pack_triangle, unpack_triangle
+from lather.kernels.triangle import (
+    dequantize_triangle,
+    pack_triangle,
+    quantize_triangle,
+    triangle_numel,
+    unpack_triangle,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 """The largest difference of a result from the reference's, relative in the Frobenius norm."""
@@ -292,6 +298,20 @@ def _triangle(s: KernelSizes, device: torch.device) -> KernelCase:
     return KernelCase("pack_triangle and unpack_triangle", run, 3 * x.nbytes, dtype=torch.float32)
 
 
+def _triangle_in_16_bits(s: KernelSizes, device: torch.device) -> KernelCase:
+    x = _Draw(s, device).normal(s.e, s.d, s.d, dtype=torch.float32)
+    x = x @ x.mT
+    codes = torch.empty(s.e, triangle_numel(s.d), dtype=torch.int16, device=device)
+    diagonal = torch.empty(s.e, s.d, device=device)
+
+    def run() -> Tensor:
+        quantize_triangle(x, codes, diagonal, 3)
+        return dequantize_triangle(codes, diagonal)
+
+    name = "quantize_triangle and dequantize_triangle"
+    return KernelCase(name, run, 2 * x.nbytes + 2 * codes.nbytes, dtype=torch.float32)
+
+
 def _cross_entropy(s: KernelSizes, device: torch.device) -> KernelCase:
     """Make the case of the loss on the logits of half of the tokens, which it overwrites with their
     gradient."""
@@ -344,6 +364,7 @@ CASES: dict[str, Callable[[KernelSizes, torch.device], KernelCase]] = {
         _quantized,
         _stochastic_rounding,
         _triangle,
+        _triangle_in_16_bits,
         _cross_entropy,
         _linear_cross_entropy,
     )

@@ -16,7 +16,13 @@ from lather.kernels.quantized import (
     quantize_,
 )
 from lather.kernels.stochastic_rounding import round_to_bf16
-from lather.kernels.triangle import pack_triangle, unpack_triangle
+from lather.kernels.triangle import (
+    dequantize_triangle,
+    pack_triangle,
+    quantize_triangle,
+    triangle_numel,
+    unpack_triangle,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -56,3 +62,17 @@ def test_triangles_have_the_bits_of_the_cpu(n: int, dtype: torch.dtype) -> None:
     packed = pack_triangle(x.cuda())
     assert packed.cpu().equal(pack_triangle(x))
     assert unpack_triangle(packed, n).cpu().equal(unpack_triangle(pack_triangle(x), n))
+
+
+@pytest.mark.parametrize("n", [1, 64, 65, 768])
+def test_codes_of_16_bits_have_the_bits_of_the_cpu(n: int) -> None:
+    g = drawn(3, n, 2 * n)
+    x = g @ g.mT
+    results = []
+    for device in ("cpu", "cuda"):
+        codes = torch.empty(3, triangle_numel(n), dtype=torch.int16, device=device)
+        diagonal = torch.empty(3, n, device=device)
+        quantize_triangle(x.to(device), codes, diagonal, 2**40)
+        whole = dequantize_triangle(codes, diagonal)
+        results.append((codes.cpu(), diagonal.cpu(), whole.cpu()))
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))

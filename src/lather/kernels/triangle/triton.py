@@ -32,7 +32,8 @@ def unpack_triangle(packed: Tensor, out: Tensor) -> None:
 def quantize_triangle(x: Tensor, codes: Tensor, diagonal: Tensor, step: int) -> None:
     arguments = x, codes, diagonal, key_of(step), x.shape[-1]
     # a product and a sum that are rounded once would have other bits than the reference
-    launch(_quantize, _tiles_of_rectangles(x), *arguments, SIDE=SIDE, enable_fp_fusion=False)
+    options = {"SIDE": SIDE, "num_warps": 8, "enable_fp_fusion": False}
+    launch(_quantize, _tiles_of_rectangles(x), *arguments, **options)
 
 
 def dequantize_triangle(codes: Tensor, diagonal: Tensor, out: Tensor) -> None:
