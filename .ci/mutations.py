@@ -96,7 +96,7 @@ MUTATIONS = (
     ),
     Mutation(
         "optimizer: functions have no key in a state dict",
-        "optim/batched/optimizer.py",
+        "optim/batched/stateful.py",
         'groups = [saveable(group) for group in saved["param_groups"]]',
         "groups = [saveable({k: x for k, x in group.items() if not callable(x)}) for group in "
         'saved["param_groups"]]',
@@ -104,7 +104,7 @@ MUTATIONS = (
     ),
     Mutation(
         "optimizer: a state dict that does not wait for refreshes",
-        "optim/batched/optimizer.py",
+        "optim/batched/stateful.py",
         "        self._finish_state()\n        if self._groups.sharding.has_shares",
         "        if self._groups.sharding.has_shares",
         "optim/test_async_refresh.py",

@@ -10,7 +10,7 @@ torch (`torch.utils.rename_privateuse1_backend`), for example the stand-in that 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any
@@ -116,6 +116,11 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
         if is_gpu(device) and x.device.type == "cpu"
         else x.to(device)
     )
+
+
+def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Copy the rows as an index to a device, without waiting for it."""
+    return to_device(torch.tensor(rows, dtype=torch.long, device="cpu"), device)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:

@@ -28,19 +28,17 @@ import torch
 from torch import Tensor
 
 from lather.boxes import local
-from lather.device import to_device
-from lather.kernels.remainder import join, split
-from lather.kernels.stochastic_rounding import round_to_bf16
-from lather.optim.batched.buckets import Bucket, Member, States, in_batches
+from lather.device import index_on
+from lather.kernels.remainder import join
+from lather.optim.batched.buckets import Bucket, Member, States
 from lather.optim.batched.formats import Rows
 from lather.optim.batched.matrix_layout import NORM
 from lather.optim.batched.precision import ALLOWED, changed_precision
-from lather.optim.batched.remainders import remainder_of
-from lather.optim.batched.roster import REPLACEMENT, Change, ParamInfo, Roster
+from lather.optim.batched.remainders import remainder_of, round_weights, wide_weights
+from lather.optim.batched.roster import Change, ParamInfo, Roster
 from lather.optim.batched.runs import MemberRun
-from lather.optim.batched.streams import SideStreams, on_streams
 from lather.optim.linalg.scale import norms, stepped_at_norm
-from lather.optim.rule import NOBODY, RefreshingRule
+from lather.optim.rule import RefreshingRule
 from lather.optim.sharded.exchange import OwnerExchange
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
 
@@ -49,7 +47,7 @@ STATISTICS = ("factor", "statistic")
 MOMENTS = (*STATISTICS, "moment")
 """Kinds that `update` changes; also bases, if the rule never refreshes them."""
 
-_grad, _param = operator.attrgetter("grad"), operator.attrgetter("param")
+_param = operator.attrgetter("param")
 
 
 class Chunk:
@@ -206,7 +204,8 @@ class Chunk:
             if remainders and (r := remainders[i]) is not None:
                 of_changed.append(r if self._is_joined else layout.part(r, low, high))
         change_weights(*changed, change, step, of_changed)
-        change_weights(*sent, REPLACEMENT)
+        if sent[0]:
+            foreach_copy_(*sent)
 
 
 Chunks = dict[MemberRun, list[Chunk]]
@@ -248,139 +247,6 @@ def change_weights(
         round_weights(wide, weights, change.rounding, step, remainders)
 
 
-def wide_weights(
-    weights: list[Tensor], dtype: torch.dtype, remainders: Sequence[Any]
-) -> list[Tensor]:
-    """Return copies of weights in a wider dtype; of bf16 weights with their remainders, if they
-    have any."""
-    if remainders:
-        return [join(w, r).to(dtype) for w, r in zip(weights, remainders, strict=True)]
-    wide = [torch.empty_like(weight, dtype=dtype) for weight in weights]
-    foreach_copy_(wide, weights)
-    return wide
-
-
-def round_weights(
-    wide: list[Tensor], weights: list[Tensor], rounding: str, step: int, remainders: Sequence[Any]
-) -> None:
-    """Round wide weights into weights of another dtype by a `weight_rounding`, and what is dropped
-    into their remainders, if they have any."""
-    if rounding == "stochastic":
-        for x, w in zip(wide, weights, strict=True):
-            round_to_bf16(x.float(), step, out=w)
-    elif rounding == "remainder":
-        for x, w, r in zip(wide, weights, remainders, strict=True):
-            split(x.float(), w, r)
-    else:
-        foreach_copy_(weights, wide)
-
-
-def step_chunk_whole(chunk: Chunk) -> bool:
-    """Take the step of a chunk of elements whose rows visit the device as `step_whole` does."""
-    if _has_codes(chunk.bucket):
-        return False
-    weights, grads, remainders = chunk.elements()
-    lengths = list(map(len, weights))
-    entries = {name: x.view(-1).split(lengths) for name, x in chunk.rows_here().items()}
-    return _step_elements(chunk.run, weights, grads, entries, remainders)
-
-
-def step_whole(runs: Sequence[MemberRun]) -> bool:
-    """Take the step of runs of elements, of the same rule, t and rates, with the rule's kernel
-    (`Rule.step_whole`); return False if the rule has none for them."""
-    if _has_codes(runs[0].bucket):
-        return False
-    weights, grads, states = list[Tensor](), list[Any](), list[dict[str, Tensor]]()
-    for run in runs:
-        weights += run.params or [member.weight() for member in run.members]
-        grads += map(_grad, run.params) if run.params else [x.grad() for x in run.members]
-        states += run.bucket.states[run.numbers.start : run.numbers.stop]
-    grads = list(map(Tensor.contiguous, grads))
-    entries, remainders = dict[str, Sequence[Tensor]](), list[Tensor]()
-    for name in runs[0].bucket.entries:
-        entries[name] = list(map(operator.itemgetter(name), states))
-    if runs[0].info.layout.keeps_remainder:
-        members = chain.from_iterable(run.members for run in runs)
-        remainders = [x.part(remainder_of(s)) for x, s in zip(members, states, strict=True)]
-    return _step_elements(runs[0], weights, grads, entries, remainders)
-
-
-def _has_codes(bucket: Bucket) -> bool:
-    """Whether entries are stored as codes and their scales, which no rule's kernel takes."""
-    return bucket.formats.keys() != bucket.entries.keys()
-
-
-def _step_elements(
-    run: MemberRun,
-    weights: list[Tensor],
-    grads: list[Tensor],
-    entries: dict[str, Sequence[Tensor]],
-    remainders: list[Tensor],
-) -> bool:
-    """Take the step of tensors of elements with the kernel of the run's rule. bf16 weights that are
-    not rounded to the nearest take the step of fp32 weights, in batches of `bucket_bytes`."""
-    rule, rounding = run.rule, run.rule.weight_rounding
-    if rounding == "nearest":
-        return rule.step_whole(weights, grads, entries, run.step, run.lr)
-    limit = rule.bucket_bytes or run.bucket.temporary_bytes
-    of_element = 2 * torch.float32.itemsize  # a weight and, unless it is fp32, a gradient
-    sizes = [(i, None, of_element * w.numel() / limit) for i, w in enumerate(weights)]
-    for numbers in in_batches(sizes):
-        batch = slice(numbers[0], numbers[-1] + 1)
-        wide = wide_weights(weights[batch], torch.float32, remainders[batch])
-        wide_grads = [grad.float() for grad in grads[batch]]
-        states = {name: tensors[batch] for name, tensors in entries.items()}
-        if not rule.step_whole(wide, wide_grads, states, run.step, run.lr):
-            return False
-        round_weights(wide, weights[batch], rounding, run.step, remainders[batch])
-    return True
-
-
-def process(runs: Sequence[MemberRun], chunks: Chunks, phase: Phase, streams: SideStreams) -> None:
-    """Run a phase for each chunk of the runs, of which those with equal precision and streams come
-    one after the other. Runs of elements take their update together, if the rule has a kernel for
-    it."""
-    elements = dict[object, list[MemberRun]]()
-    alike = dict[tuple[str, int], list[MemberRun]]()
-    for run in runs:
-        if run.bucket.layout.elementwise and phase is Chunk.take_update:
-            key = (id(run.rule), run.step, run.bucket.device, run.bucket.param_dtype)
-            elements.setdefault(key, []).append(run)
-        else:
-            alike.setdefault((run.precision, run.rule.num_streams), []).append(run)
-    for same in elements.values():
-        if not step_whole(same):
-            alike.setdefault((same[0].precision, same[0].rule.num_streams), []).extend(same)
-    for (precision, num_streams), same in alike.items():
-        batches: Iterable[Chunk] = [chunk for run in same for chunk in chunks[run]]
-        if num_streams > 1:
-            batches = on_streams(batches, streams, num_streams, same[0].bucket.device)
-        with matmul_precision(precision):
-            for chunk in batches:
-                phase(chunk)
-
-
-def receive_updates(exchange: OwnerExchange, state: States) -> None:
-    """Change this rank's weights by the updates of an exchange."""
-    for (change, step), parts in exchange.finish_out(state).items():
-        weights, updates, remainders = parts
-        change_weights(weights, updates, change, step, remainders)
-
-
-def count_step(runs: Iterable[MemberRun], idle: dict[int, list[bool]]) -> None:
-    """Set t, the refreshes that are due and the idle experts of the runs for a step (`idle`: as in
-    `Inspection`). An invalid interval raises before that."""
-    due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]  # type: ignore[attr-defined]
-    for run, now in zip(runs, due, strict=True):
-        run.step, run.due = run.step + 1, now
-        if run.version != run.info.settings.version:
-            run.read_numbers()
-        run.idle = []
-        if idle and run.bucket.has_experts:
-            run.idle = [idle[id(x.param)][number] for x in run.members for number in x.numbers]
-            run.idle = run.idle if any(run.idle) else []
-
-
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
     """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block,
@@ -396,11 +262,6 @@ def matmul_precision(precision: str) -> Iterator[None]:
         return
     with changed_precision(precision, in_force):
         yield
-
-
-def index_on(rows: Sequence[int], device: torch.device) -> Tensor:
-    """Copy the rows as an index to a device, without waiting for it."""
-    return to_device(torch.tensor(rows, dtype=torch.long, device="cpu"), device)
 
 
 class StepPlan:

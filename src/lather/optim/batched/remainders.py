@@ -8,7 +8,7 @@ collectives have no int16; as a DTensor it has the placements of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lather.boxes import local
 from lather.kernels.remainder import join, split
+from lather.kernels.stochastic_rounding import round_to_bf16
+from lather.torch_private import foreach_copy_
 
 REMAINDER = "remainder"
 """Name of the entry."""
@@ -64,3 +66,30 @@ def fit_remainder(state: dict[str, Tensor], weight: Tensor, *, keeps: bool) -> N
         state[REMAINDER] = torch.zeros(shape, dtype=torch.uint8, device=weight.device)
     elif state[REMAINDER].device != weight.device:
         state[REMAINDER] = state[REMAINDER].to(weight.device)
+
+
+def wide_weights(
+    weights: list[Tensor], dtype: torch.dtype, remainders: Sequence[Any]
+) -> list[Tensor]:
+    """Return copies of weights in a wider dtype; of bf16 weights with their remainders, if they
+    have any."""
+    if remainders:
+        return [join(w, r).to(dtype) for w, r in zip(weights, remainders, strict=True)]
+    wide = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+    foreach_copy_(wide, weights)
+    return wide
+
+
+def round_weights(
+    wide: list[Tensor], weights: list[Tensor], rounding: str, step: int, remainders: Sequence[Any]
+) -> None:
+    """Round wide weights into weights of another dtype by a `weight_rounding`, and what is dropped
+    into their remainders, if they have any."""
+    if rounding == "stochastic":
+        for x, w in zip(wide, weights, strict=True):
+            round_to_bf16(x.float(), step, out=w)
+    elif rounding == "remainder":
+        for x, w, r in zip(wide, weights, remainders, strict=True):
+            split(x.float(), w, r)
+    else:
+        foreach_copy_(weights, wide)
