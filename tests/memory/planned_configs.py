@@ -40,8 +40,8 @@ def config_of(
     )
 
 
-def dry_run_of_units(config: Config, world_size: int, assumed: Assumed) -> RankRun:
-    """Plan the first rank, in a process of `worker_processes`, with a unit for each block, however
+def dry_run_of_units(config: Config, world_size: int, assumed: Assumed, rank: int = 0) -> RankRun:
+    """Plan a rank, in a process of `worker_processes`, with a unit for each block, however
     small."""
     with patch.object(gathering, "SMALL", 0):
-        return dry_run(config, world_size, assumed, 0)
+        return dry_run(config, world_size, assumed, rank)

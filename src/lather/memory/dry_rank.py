@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.boxes import local
+from lather.boxes import is_dtensor, local
 from lather.checkpoint.save import Staging
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
@@ -166,8 +166,9 @@ class LedgerMode(StandInMode, Recorder):
     def label_unit(self, unit: FsdpUnit) -> None:
         """Label the current gradients of a unit, and rounded weights."""
         parameters = (*unit.modules.parameters(), *unit.gathered)
-        gradients = [local(p.grad) for p in parameters if p.grad is not None]
-        self.ledger.label("gradients", (*gradients, *unit.sums))
+        gradients = [x for p in parameters if (x := p.grad) is not None]
+        plain = [local(x) if is_dtensor(x) else x for x in gradients]
+        self.ledger.label("gradients", (*plain, *unit.sums))
         self.ledger.label("rounded weights", self.engine.rounded_weights.copies())
 
     def label_state(self, optimizer: MatrixOptimizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from lather.device import is_gpu
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
 from lather.memory.dry_rank import BUILDING, DryRank, dry_rank, kind_of_state
+from lather.memory.gathering_costs import GatheringCost, gathering_costs
 from lather.memory.ledger import MemoryTimeline
 from lather.memory.work import Work
 from lather.memory.workers import Assumed
@@ -68,6 +69,8 @@ class RankRun:
     bytes, in the plan of a CPU, or in the host's memory beside a GPU."""
 
     host: HostMemory = HostMemory()
+    gathering: Mapping[str, GatheringCost] = field(default_factory=dict)
+    """The costs of both values of `parallel.gather`, in a pipeline with several data ranks."""
 
     @property
     def peak(self) -> int:
@@ -129,16 +132,17 @@ def dry_run(
         record(STEP, lambda: step(dry.batch, RATE, with_logits=with_logits))
         if any(group.get("async_refresh") for group in optimizer.param_groups):
             record("a step beside refreshes", lambda: step(dry.batch, RATE))
-        share = engine.part.share
+        share, work = engine.part.share, dict(mode.tally.sums)
         return RankRun(
             rank,
             engine.mesh.pp_rank,
             tuple(share.layers_of_stage[stage] for stage in share.stages_of_rank),
             timelines,
-            dict(mode.tally.sums),
+            work,
             _state_of_ranks(optimizer, engine.mesh, offloaded=False),
             checkpoint_bytes,
             _host_memory(dry, optimizer),
+            gathering_costs(dry, config, timelines[STEP], work),
         )
 
 

@@ -76,6 +76,8 @@ def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]
             "weight gradients as early as they can be: bubble "
             f"{bubbles} if all layers take equally long"
         )
+    if plan.largest.gathering:
+        lines.append(gathering(plan.largest))
     if plan.host.pinned:
         lines.append(offload(plan, min(machine, plan.world_size)))
     lines.append(checkpoint(plan))
@@ -90,6 +92,16 @@ def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]
         difference = _in(abs(memory - plan.needed), GIB)
         lines.append(f"{word} in {_in(memory, GIB)} GiB: {difference} GiB {rest}")
     return lines
+
+
+def gathering(run: RankRun) -> str:
+    """Describe what the rank keeps and sends with both values of `parallel.gather`."""
+    costs = (
+        f"{gather!r} keeps at most {_in(cost.kept, GIB)} GiB of gathered parameters and gradients "
+        f"and sends {_in(cost.sent, GIB)} GiB of them in a step"
+        for gather, cost in sorted(run.gathering.items(), reverse=True)
+    )
+    return f"parallel.gather of rank {run.rank}: {'; '.join(costs)}"
 
 
 def offload(plan: MemoryPlan, num_ranks: int) -> str:
@@ -193,6 +205,7 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
         "layers": [list(layers) for layers in run.layers],
         "peak": run.peak,
         "checkpoint": run.checkpoint_bytes,
+        "gathering": {gather: asdict(cost) for gather, cost in run.gathering.items()},
         "host": {**asdict(run.host), "frozen": sum(work.frozen for work in run.work.values())},
         "steps": {
             name: {

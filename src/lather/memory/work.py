@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -43,11 +43,11 @@ class Work:
         return self.experts + self.parameters + self.pipeline + self.optimizer
 
     def __add__(self, other: Work) -> Work:
-        pairs = zip(astuple(self), astuple(other), strict=True)
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Work(*(first + second for first, second in pairs))
 
     def __mul__(self, factor: float) -> Work:
-        return Work(*(value * factor for value in astuple(self)))
+        return Work(*(value * factor for value in vars(self).values()))
 
 
 @dataclass

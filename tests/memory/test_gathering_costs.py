@@ -1,0 +1,68 @@
+"""A plan says of the other value of `parallel.gather` what a plan with that value has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from planned_configs import SIZES, config_of, dry_run_of_units
+
+from lather.config.config import Config
+from lather.memory import plan_report
+from lather.memory.plan import plan
+from lather.memory.workers import Assumed, worker_processes
+from lather.models.families import FAMILIES
+
+
+def with_depths(config: Config) -> Config:
+    """Return the configuration with tied embeddings and a depth of multi-token prediction."""
+    sizes = {
+        name: size
+        for name, size in SIZES.items()
+        if name not in ("head_dim", "num_experts", "num_key_value_heads")
+    }
+    more = {"n_routed_experts": 4, "num_nextn_predict_layers": 1, "tie_word_embeddings": True}
+    model = FAMILIES["deepseek_v3"].config(**{**sizes, **more, "num_hidden_layers": 8})
+    return replace(config, model=model)
+
+
+CASES: dict[str, Config] = {
+    "dp": config_of("adamw", parallel={"pp": 2}, batch_size=24),
+    "ep": config_of("adamw", parallel={"pp": 2, "ep": 2}, batch_size=24),
+    "early": config_of("muon", parallel={"pp": 2, "schedule_memory": "least"}, batch_size=24),
+    "mtp": with_depths(config_of("adamw", parallel={"pp": 2}, batch_size=24)),
+    "bf16": config_of("adamw", parallel={"pp": 2}, precision="bf16", gradient_dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_costs_are_those_of_a_plan_with_the_other_value(name: str) -> None:
+    """A thousand of the bytes sent are those of losses, loads and the gradient norm. Bytes kept are
+    equal, but for the gradients of multi-token prediction, which come at other times: 2 %."""
+    runs: dict[tuple[str, int], Any] = {}
+    with worker_processes() as workers:
+        for gather in ("stage", "block"):
+            parallel = replace(CASES[name].parallel, gather=gather)  # type: ignore[arg-type]
+            config = replace(CASES[name], parallel=parallel)
+            for rank in (0, 2):
+                runs[gather, rank] = workers.submit(dry_run_of_units, config, 4, Assumed(), rank)
+        costs = {key: run.result(timeout=120).gathering for key, run in runs.items()}
+    for rank in (0, 2):
+        for gather, other in (("stage", "block"), ("block", "stage")):
+            walked, real = costs[gather, rank][other], costs[other, rank][other]
+            assert walked.sent == pytest.approx(real.sent, abs=1100)
+            assert walked.kept == pytest.approx(real.kept, rel=0.02 if name == "mtp" else 0)
+        assert costs["stage", rank]["block"].sent > 3 * costs["stage", rank]["stage"].sent
+
+
+def test_a_plan_shows_both_values_in_a_line() -> None:
+    planned = plan(CASES["dp"], 4, Assumed())
+    (line,) = (line for line in plan_report.remarks(planned, None) if "parallel.gather" in line)
+    assert line.startswith(f"parallel.gather of rank {planned.largest.rank}: 'stage' keeps at most")
+    assert "; 'block' keeps at most 0.00 GiB of gathered parameters and gradients" in line
+    stored = plan_report.to_json(planned)["ranks"][0]["gathering"]
+    assert stored.keys() == {"stage", "block"}
+    assert stored["block"].keys() == {"kept", "sent"}
+    alone = plan(config_of("adamw", parallel={"pp": 2}), 2, Assumed())
+    assert not [line for line in plan_report.remarks(alone, None) if "parallel.gather" in line]
