@@ -360,21 +360,26 @@ def test_checkpoints_fit_with_and_without(kind: str, monkeypatch: pytest.MonkeyP
     a.steps(range(3))
     with crossing(monkeypatch):
         b.optimizer.load_state_dict(through_a_file(a.optimizer.state_dict()))
-        for group in b.groups:
-            assert not group["offload"]  # an option of the saved run
-            group["offload"] = True
+        assert all(group["offload"] for group in b.groups)
         for p, q in zip(a.params, b.params, strict=True):
             q.data.copy_(p.detach())
         run_both(a, b, range(3, 6))
         assert all_same(read(a), read(b))
         saved = through_a_file(b.optimizer.state_dict())
     c.optimizer.load_state_dict(saved)
-    for group in c.groups:
-        group["offload"] = False
+    assert not any(group["offload"] for group in c.groups)
     for p, q in zip(b.params, c.params, strict=True):
         q.data.copy_(p.detach())
     run_both(a, c, range(6, 9))
     assert_same(a, c)
+
+
+def test_a_saved_run_with_options_that_it_excludes_is_refused() -> None:
+    a, b = pair("soap")
+    for group in a.groups:
+        group["async_refresh"] = True
+    with pytest.raises(ValueError, match="^offload=True with async_refresh=True"):
+        b.optimizer.load_state_dict(a.optimizer.state_dict())
 
 
 def test_state_that_was_moved_returns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,9 @@ from lather.optim.rule import Rule
 
 logger = logging.getLogger(__name__)
 
+PLACES = ("ownership", "offload")
+"""Options that say where state is, which a saved optimizer does not decide."""
+
 MOMENTUM = "momentum_buffer"
 
 TORCH_MUON = {"ns_coefficients", "ns_steps", "adjust_lr_fn"}
@@ -37,7 +40,7 @@ JORDANS_MUON = {"params", "param_names", "lr", "initial_lr", "momentum", "weight
 
 def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -> dict[str, Any]:
     """Return a saved optimizer in the form in which it is loaded into an optimizer with these
-    groups, from which it gets `ownership`, a `state_dtype` other than None, to which its state is
+    groups, from which it gets `PLACES`, a `state_dtype` other than None, to which its state is
     converted, and the options that it lacks; entries that another Muon lacks have their initial
     values. Raises ValueError if it does not fit."""
     theirs = saved["param_groups"]
@@ -139,11 +142,11 @@ def _loaded_group(
     group: Mapping[str, Any], saved: Mapping[str, Any], rule: type[Rule]
 ) -> dict[str, Any]:
     """Return a saved group with plain values, and with the options of `group`, into which it is
-    loaded, that it lacks; a group of another optimizer gets all keys that it lacks. `ownership`,
+    loaded, that it lacks; a group of another optimizer gets all keys that it lacks. `PLACES`,
     `state_dtype` unless it is None, and an option that is a function in either group, are those of
-    `group`. So are names of
-    parameters, if it has any: a flattened state dict has the names of the saved group that
-    contained the first parameter, which may have been a group of another pipeline stage.
+    `group`. So are names of parameters, if it has any: a flattened state dict has the names of the
+    saved group that contained the first parameter, which may have been a group of another pipeline
+    stage.
     """
     lacking = group if _is_foreign(saved) else options_of(rule)
     if (options := _muon_options(saved, rule)) is not None:
@@ -155,7 +158,7 @@ def _loaded_group(
     functions = {
         key: x for key, x in group.items() if callable(x) or is_placeholder(saved.get(key))
     }
-    loaded = missing | values | functions | {"ownership": group["ownership"]}
+    loaded = missing | values | functions | {key: group[key] for key in PLACES}
     if group["state_dtype"] is not None:
         loaded["state_dtype"] = group["state_dtype"]
     return loaded | plain_options(loaded, rule)
