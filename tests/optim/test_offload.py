@@ -378,7 +378,7 @@ def test_a_saved_run_with_options_that_it_excludes_is_refused() -> None:
     a, b = pair("soap")
     for group in a.groups:
         group["async_refresh"] = True
-    with pytest.raises(ValueError, match="^offload=True with async_refresh=True"):
+    with pytest.raises(ValueError, match=r"^offload=True with async_refresh=True"):
         b.optimizer.load_state_dict(a.optimizer.state_dict())
 
 
