@@ -138,6 +138,13 @@ MUTATIONS = (
         "optim/test_offload.py",
     ),
     Mutation(
+        "offload: bases are written back after the wrong steps",
+        "optim/batched/visits.py",
+        "has_refreshes and not jobs and not",
+        "has_refreshes and not",
+        "optim/test_offload.py",
+    ),
+    Mutation(
         "offload: bases are written back after refreshes alone",
         "optim/batched/visits.py",
         " or x._version:",

@@ -232,6 +232,24 @@ def test_bases_that_a_rule_changes_outside_of_refresh_are_written_back(
     assert a.optimizer.counters["refreshes_done"] == 2 * 10  # in steps 1 and 3
 
 
+class Silent(Shampoo):
+    """Shampoo whose refresh changes roots as a kernel does that does not tell torch."""
+
+    def refresh(self, s: State, dim: int, method: str, first: bool) -> None:
+        s[f"root_{dim}"].data.mul_(0.5)
+
+
+def test_refreshed_bases_are_written_back_if_torch_counts_no_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params, rule = [parameter(6, 4)], Silent(1e-2, precondition_frequency=2, offload=True)
+    run = Run(MatrixOptimizer(params, rule), params)
+    with crossing(monkeypatch):
+        run.steps(range(4))
+        read(run)
+        assert torch.equal(run.state(0)["root_1"], torch.eye(4) / 2**3)  # after steps 1, 2 and 4
+
+
 # --- bytes ----------------------------------------------------------------------------------------
 
 
