@@ -160,6 +160,28 @@ def test_a_trained_run_is_exported_in_bf16_with_its_tokenizer(
         assert error(theirs(tokens).logits, ours(tokens).logits_BSV) < 1e-5
 
 
+def test_a_run_with_bf16_weights_is_exported_forked_and_generates(
+    trained: Path, tmp_path: Path, lather: Lather
+) -> None:
+    """The exported fp32 weights have the bits of the bf16 weights, plus those of remainders."""
+    run, out, fork, imported = (tmp_path / name for name in ("run", "out", "fork", "imported"))
+    narrow = ("--train.precision", "bf16", "--train.weight-dtype", "bfloat16")
+    config, name = trained.parent / "tiny.toml", "layers.0.self_attn.o_proj.weight"
+    lather("train", config, "--run-dir", run, "--checkpoint.keep-last", 9, *narrow)
+    lather("export", run, out, "--dtype", "fp32")
+    exported = load_file(out / "model.safetensors")[f"model.{name}"]
+    kept = load_file(run / "checkpoints/step-00000003" / FILE)
+    upper = kept[name].view(torch.int16).to(torch.int32) << 16
+    remainder = kept[f"{name}/remainder"].view(torch.int16).squeeze(-1)
+    assert torch.equal(exported.view(torch.int32), upper + remainder)
+    assert remainder.count_nonzero() > 0.9 * remainder.numel()
+    lather("train", config, "--run-dir", fork, "--fork-from", f"{run}@2", *narrow)
+    assert timeless_rows(fork)[-1] == timeless_rows(run)[-1]
+    lather("import", out, imported)
+    prompt = ("--prompt", "def f", "--tokens", 8, "--temperature", 0)
+    assert lather("generate", run, *prompt) == lather("generate", imported, *prompt)
+
+
 def test_an_export_says_so_where_transformers_computes_something_else(
     trained: Path, tmp_path: Path, lather: Lather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
