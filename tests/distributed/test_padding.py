@@ -16,8 +16,8 @@ from torch import Tensor
 from lather.config.config import LoopConfig
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
-from lather.engine.engine import document_boundaries
 from lather.engine.step import TrainStep
+from lather.models.token_positions import document_boundaries
 from lather.optim import AdamW
 
 ALL = ("attention", "experts", "shared_experts")

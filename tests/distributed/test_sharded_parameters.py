@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from lather.boxes import local
 from lather.kernels.stochastic_rounding import round_to_bf16
-from lather.parallel import sharded_parameters
+from lather.parallel import sharded_parameters, side_streams
 from lather.parallel.fsdp_units import FsdpUnit
 from lather.parallel.sharded_parameters import (
     Places,
     ShardedParameters,
     Storing,
-    Streams,
 )
+from lather.parallel.side_streams import Streams
 from lather.torch_private import TorchDispatchMode, start_fake_process_group
 
 SHAPES = ((7, 3), (4, 2), (2, 5), (1, 4), (5,), (3, 2, 2))
@@ -342,8 +342,9 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def logged(what: str) -> Any:
         return lambda *args, **options: gpu.log.append(f"{what} on {gpu.streams[-1]}")
 
-    monkeypatch.setattr(sharded_parameters, "gpu_module", lambda on: gpu)
-    monkeypatch.setattr(sharded_parameters, "is_gpu", lambda on: True)
+    monkeypatch.setattr(side_streams, "gpu_module", lambda on: gpu)
+    for module in (side_streams, sharded_parameters):
+        monkeypatch.setattr(module, "is_gpu", lambda on: True)
     monkeypatch.setattr(sharded_parameters, "all_gather_single", logged("gather"))
     monkeypatch.setattr(sharded_parameters, "reduce_scatter_single", logged("reduce"))
     monkeypatch.setattr(torch, "split_with_sizes_copy", logged("copy"))

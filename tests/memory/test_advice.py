@@ -116,7 +116,7 @@ class MadeUp:
 
     @property
     def peaks_where_weight_gradients_wait(self) -> bool:
-        return not self.config.parallel.early_weight_gradients
+        return self.config.parallel.schedule_memory != "least"
 
     @property
     def work(self) -> Work:

@@ -110,21 +110,18 @@ class LoopConfig:
     rounded_weights: Literal["step", "block", "product"] = "step"
     """When bf16 training rounds the weights. step: once per step, which takes 2 more bytes per
     weight that the rank alone has. block: before each pass through a block, which takes 2 bytes per
-    weight of two blocks; with parallel.gather 'stage' of whole stages, as long as these are
-    gathered. product: for each matrix product. Weights that data ranks divide are gathered in
-    bfloat16, whatever this says."""
+    weight of two blocks, or with parallel.gather 'stage' of whole stages. product: for each matrix
+    product. Weights that data ranks divide are gathered in bfloat16, whatever this says."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which the weights of matrix products (linear layers, experts, an untied head) are
     kept; bfloat16 needs bf16 precision. Embedding, norms, routers, biases and adapters stay in
-    float32. What rounding drops from new weights is optim.weight_rounding's: with remainder, the
-    default, the run is that of float32 weights, without their rounded copies; stochastic drops
-    nothing on average; nearest loses small changes, and the run says so."""
+    float32. optim.weight_rounding of new weights: with remainder, the default, the run is that of
+    float32 weights; stochastic drops nothing on average; nearest loses small changes."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which the gradients of a step are kept between micro-batches. They are computed, and
-    summed over ranks, in float32; with bfloat16 these sums are added to those of the earlier
-    micro-batches and rounded stochastically, which saves 2 bytes per weight that a rank keeps, and
-    with parallel.gather 'block' also the float32 gradients of all blocks but one. With 'stage' the
-    gradients of whole stages are in float32 until the end of the step."""
+    summed over ranks, in float32; with bfloat16 the sums are rounded stochastically, which saves 2
+    bytes per weight that a rank keeps, and with parallel.gather 'block' also the float32 gradients
+    of all blocks but one. With 'stage' those of whole stages stay until the end of the step."""
     offload_frozen: bool = False
     """Keep frozen weights in the host's pinned memory; each block's are copied to the GPU just
     before its forward and its backward pass, beside the computation: twice for each micro-batch,
@@ -197,7 +194,7 @@ class ParallelConfig:
     recomputed and makes a step longer; `lather plan` shows both."""
     gather: Literal["auto", "block", "stage"] = "auto"
     """The parameters that are gathered from the data ranks, and freed, together. block: those of a
-    block (blocks below 16 MiB: of several), just before its forward and its backward pass, and its
+    block (below 16 MiB: of several), just before its forward and its backward pass, and its
     gradients are reduced right after. stage: those of a stage, once per step; less communication,
     more memory; `lather plan` shows both. auto: block without a pipeline, stage with one."""
     poison: bool = False
@@ -218,10 +215,6 @@ class ParallelConfig:
             )
 
     @property
-    def early_weight_gradients(self) -> bool:
-        return self.schedule_memory == "least"
-
-    @property
     def resolved_schedule(self) -> Literal["dualpipev", "sequential"]:
         """The schedule, with "auto" resolved."""
         if self.schedule == "auto":
@@ -238,13 +231,13 @@ class ParallelConfig:
     def data_ranks(self, world_size: int, option: str = "--nproc") -> int:
         """Return the number of data ranks, dp * ep, among `world_size` ranks, which `option` gives.
         Raises ConfigError if the ranks cannot be divided in this way."""
-        dp, rest = divmod(world_size, self.pp * self.ep)
+        size = self.pp * self.ep
+        dp, rest = divmod(world_size, size)
         if rest or not dp:
             raise ConfigError(
-                f"parallel.pp * parallel.ep = {self.pp} * {self.ep} = {self.pp * self.ep} does not "
-                "divide the number of ranks, "
-                f"{world_size}: start {self.pp * self.ep} ranks ({option} {self.pp * self.ep}) or "
-                "a multiple, or change parallel.pp or parallel.ep"
+                f"parallel.pp * parallel.ep = {self.pp} * {self.ep} = {size} does not divide the "
+                f"number of ranks, {world_size}: start {size} ranks ({option} {size}) or a "
+                "multiple, or change parallel.pp or parallel.ep"
             )
         if dp % self.replicas:
             raise ConfigError(
@@ -359,10 +352,9 @@ class Config:
                 f"{name_of(self.optim.rules['experts'])!r}, which stacks all experts of a layer to "
                 "one matrix; klsoap updates each expert by itself"
             )
-        qk_clip, constraint = self.train.qk_clip, "0 with adapters, whose base weights stay as"
-        require(
-            not (qk_clip and self.lora.rank), "train.qk_clip", qk_clip, f"{constraint} they are"
-        )
+        qk_clip = self.train.qk_clip
+        constraint = "0 with adapters, whose base weights stay as they are"
+        require(not (qk_clip and self.lora.rank), "train.qk_clip", qk_clip, constraint)
         pp, layers = self.parallel.pp, self.model.num_hidden_layers
         if self.parallel.resolved_schedule == "dualpipev":
             constraint = f"at most {layers // 2}: each of 2 * pp stages needs one of the"

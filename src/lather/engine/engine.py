@@ -36,7 +36,7 @@ from lather.models.saving.rounded_weights import (
     set_rounded_weights,
 )
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
-from lather.models.token_positions import SequenceLayout
+from lather.models.token_positions import SequenceLayout, document_boundaries
 from lather.optim import PendingRefreshes
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.local_parameters import local_parameters
@@ -52,7 +52,7 @@ from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
 from lather.pipeline.segments import Segments
 from lather.pipeline.tape import Frees
-from lather.shapes import Bool, Float, Int
+from lather.shapes import Float, Int
 
 
 class Engine:
@@ -83,8 +83,8 @@ class Engine:
             set_rounded_weights(part, self.rounded_weights)
         narrow = torch.bfloat16 if loop.precision == "bf16" else None
         of_gradients = torch.bfloat16 if loop.gradient_dtype == "bfloat16" else None
-        by_block = loop.rounded_weights == "block"
-        storing = Storing(narrow, by_block, of_gradients, loop.offload_frozen)
+        rounds_own = loop.rounded_weights == "block"
+        storing = Storing(narrow, rounds_own, of_gradients, loop.offload_frozen)
         self.units = shard_part(part, mesh, storing)
         self.parameters = local_parameters(part, mesh)
         shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
@@ -215,8 +215,7 @@ class Engine:
             if tuple(x_BS.shape) != expected:
                 raise ValueError(
                     f"the batch's {name} have shape {tuple(x_BS.shape)}, not {expected}: give "
-                    "every rank its own share of the sequences, "
-                    "each of train.sequence_length"
+                    "every rank its own share of the sequences, each of train.sequence_length"
                 )
 
     def counts_of_all(self, batch: Batch) -> tuple[int, int]:
@@ -327,9 +326,8 @@ class Engine:
         """Apply loss-free balancing after a step in which the experts received these rows."""
         if self.moe.bias_update_rate:
             counts_LE = to_device(counts_LE, self.mesh.device)
-            for layer, router in zip(
-                self.part.local_moe_layers(), self.part.routers(), strict=True
-            ):
+            layers = zip(self.part.local_moe_layers(), self.part.routers(), strict=True)
+            for layer, router in layers:
                 router.update_correction_bias(
                     counts_LE[self.part.moe_layers.index(layer)], self.moe.bias_update_rate
                 )
@@ -355,9 +353,9 @@ def build_engine(
 ) -> Engine:
     """Build this rank's engine with the random weights of the seed, the same on every mesh.
     `layers`: layers of every stage; None: equally many."""
-    schedule = schedule_for(config.parallel, config.num_micro_batches(mesh.data_size))
+    model, num_micro_batches = config.model, config.num_micro_batches(mesh.data_size)
+    schedule = schedule_for(config.parallel, num_micro_batches)
     if layers is None:
-        model = config.model
         sizes = model.num_hidden_layers, schedule.num_stages, model.num_nextn_predict_layers
         layers = stages_of(uniform(*sizes))
     share = PartLayers(tuple(layers), schedule.stages_of(mesh.pp_rank), mesh.ep_rank, mesh.ep)
@@ -365,8 +363,8 @@ def build_engine(
     train_only(part, trained_parameters(config).names)
     if config.train.compile:
         part.compile_parts()
-    frees = Frees(poison=config.parallel.poison)
-    engine = Engine(part, mesh, schedule, config.train, config.resolved_moe(), frees, record)
+    frees, moe = Frees(poison=config.parallel.poison), config.resolved_moe()
+    engine = Engine(part, mesh, schedule, config.train, moe, frees, record)
     generator = torch.Generator().manual_seed(config.seed)
     engine.parameters.fill(fresh_weights(config.model, generator, config.lora))
     return engine
@@ -377,7 +375,7 @@ def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
     if parallel.resolved_schedule == "sequential":
         schedule = sequential(num_micro_batches)
     else:
-        early = parallel.early_weight_gradients
+        early = parallel.schedule_memory == "least"
         schedule = dualpipev(parallel.pp, num_micro_batches, early_weight_gradients=early)
     return schedule.by_block() if parallel.resolved_gather == "block" else schedule
 
@@ -400,10 +398,3 @@ def prepare_experts(
         router.takes_z_loss = config.z_loss_coefficient > 0
         if config.bias_update_rate:
             router.enable_loss_free_balancing()
-
-
-def document_boundaries(begins_BS: Bool[Tensor, "b s"]) -> Int[Tensor, " n"]:
-    """Return the boundaries of documents among the B * S tokens: 0, the first token of each
-    document, B * S."""
-    edges = torch.tensor([0, begins_BS.numel()], device=begins_BS.device)
-    return torch.cat((edges, begins_BS.flatten().nonzero().flatten())).unique()

@@ -29,8 +29,8 @@ from torch import Tensor
 from lather.data.batches import Batch, Source, read_batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.device import no_autocast
-from lather.engine.engine import document_boundaries
 from lather.models.decoder import Decoder
+from lather.models.token_positions import document_boundaries
 from lather.shapes import Bool, Float, Int
 
 LOGITS_AT_A_TIME = 1 << 24

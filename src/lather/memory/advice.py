@@ -170,7 +170,10 @@ class _Ladder:
     def rungs(self) -> Iterator[Callable[[], list[Changes]]]:
         """Yield the rungs; each returns its settings, as changes of `best`."""
         fits = self.present.needed <= self.memory
-        if fits or self.is_flat or self.has_needless_pipeline or not self.is_on_machines:
+        mesh, world = self.config.parallel, self.present.world_size
+        has_data_ranks_alone = mesh.pp == mesh.ep == 1 < world
+        are_near = are_on_machines(mesh.ep, world, self.machine)
+        if fits or has_data_ranks_alone or self.has_needless_pipeline or not are_near:
             yield self.meshes
         if fits:
             return
@@ -187,8 +190,8 @@ class _Ladder:
         todo: list[tuple[Changes, Config, int]] = []
         known = [(setting.config, setting.plan.world_size) for setting in self.tried]
         for added in rung:
-            changes = {**self.best.changes, **added}
-            changes = {name: value for name, value in changes.items() if value is not None}
+            both = {**self.best.changes, **added}
+            changes = {name: value for name, value in both.items() if value is not None}
             if "optim.name" in added:
                 kept = (k for k in changes if k in OF_ANY_RULE or not k.startswith("optim."))
                 changes = {**{k: changes[k] for k in kept}, **added}
@@ -197,8 +200,7 @@ class _Ladder:
             if config is not None and (config, world) not in known:
                 known.append((config, world))
                 todo.append((changes, config, world))
-        todo = todo[: MOST_SETTINGS + 1 - len(self.tried)]
-        if not todo:
+        if not (todo := todo[: MOST_SETTINGS + 1 - len(self.tried)]):
             return []
         with ThreadPoolExecutor(len(todo)) as threads:
             return [
@@ -219,19 +221,9 @@ class _Ladder:
     # --- which rungs ------------------------------------------------------------------------------
 
     @property
-    def is_flat(self) -> bool:
-        """Whether no axis of the mesh but dp has several ranks."""
-        return self.config.parallel.pp == self.config.parallel.ep == 1 < self.present.world_size
-
-    @property
     def has_needless_pipeline(self) -> bool:
         """Whether a pipeline is within a machine, whose links are fast."""
         return self.config.parallel.pp > 1 and self.present.world_size <= self.machine
-
-    @property
-    def is_on_machines(self) -> bool:
-        """Whether each group of expert ranks is on one machine."""
-        return are_on_machines(self.config.parallel.ep, self.present.world_size, self.machine)
 
     @property
     def activations_are_within_reach(self) -> bool:
@@ -248,30 +240,23 @@ class _Ladder:
     @property
     def gathers_stages(self) -> bool:
         """Whether parameters are gathered from other ranks, those of a stage together."""
-        parallel = self.best.config.parallel
-        is_sharded = parallel.data_ranks(self.present.world_size) > 1
-        return is_sharded and parallel.resolved_gather == "stage"
+        parallel, world = self.best.config.parallel, self.present.world_size
+        return parallel.resolved_gather == "stage" and parallel.data_ranks(world) > 1
 
     # --- rungs ------------------------------------------------------------------------------------
 
     def meshes(self) -> list[Changes]:
         """Experts on all ranks of a machine, without a pipeline, with a pipeline from machine to
         machine, and with twice as many pipeline ranks."""
-        world, experts = self.present.world_size, self.config.model.num_routed_experts
-        on_machine = min(world, self.machine)
-        machines = -(-world // self.machine)
+        world, experts = self.present.world_size, max(self.config.model.num_routed_experts, 1)
+        machines, sizes = -(-world // self.machine), range(min(world, self.machine), 0, -1)
+        near = [ep for ep in sizes if are_on_machines(ep, world, self.machine)]
         meshes: list[Changes] = []
         for pp in dict.fromkeys((1, machines, 2 * machines)):
-            sizes = (ep for ep in range(on_machine, 0, -1) if world % (pp * ep) == 0)
-            ep = next((ep for ep in sizes if self.shares(ep, experts)), None)
-            if ep is not None:
+            divisors = (ep for ep in near if world % (pp * ep) == 0 == experts % ep)
+            if (ep := next(divisors, None)) is not None:
                 meshes.append({"parallel.pp": pp, "parallel.ep": ep})
         return meshes[:1] if self.has_needless_pipeline else meshes
-
-    def shares(self, ep: int, experts: int) -> bool:
-        """Return whether `ep` ranks of a machine can share the experts."""
-        world = self.present.world_size
-        return max(experts, 1) % ep == 0 and are_on_machines(ep, world, self.machine)
 
     def activations(self) -> list[Changes]:
         """Parameters gathered block by block; micro-batches of a sequence, with attention computed
@@ -285,11 +270,10 @@ class _Ladder:
         by memory."""
         if self.best.config.parallel.pp == 1:
             return []
-        early: Changes = {"parallel.schedule_memory": "least"}
-        by_memory: Changes = {"parallel.partition": "memory"}
-        return (
-            [early, by_memory] if self.best.plan.peaks_where_weight_gradients_wait else [by_memory]
-        )
+        settings: list[Changes] = [{"parallel.partition": "memory"}]
+        if self.best.plan.peaks_where_weight_gradients_wait:
+            settings.insert(0, {"parallel.schedule_memory": "least"})
+        return settings
 
     def states(self) -> list[Changes]:
         """The state in bf16, with weights rounded block by block, and in 8 bits; if the rule has
@@ -329,9 +313,8 @@ class _Ladder:
         which a pipeline would keep those of whole stages."""
         config, optim = self.best.config, self.best.config.optim
         if config.lora.rank > 0:
-            block = (
-                {"parallel.gather": "block"} if config.parallel.resolved_gather == "stage" else {}
-            )
+            has_stages = config.parallel.resolved_gather == "stage"
+            block = {"parallel.gather": "block"} if has_stages else {}
             return [{**block, "train.offload_frozen": True}]
         has_remainders = config.train.weight_dtype == "bfloat16"
         rounding = {"optim.weight_rounding": "stochastic"} if has_remainders else {}
@@ -354,8 +337,7 @@ class _Ladder:
         return [{"optim.ownership": "replicated"}] if is_sharded and is_possible else []
 
     def leanest_rule(self) -> list[Changes]:
-        optim = self.config.optim
-        is_leanest = name_of(optim.rules[""]) == LEANEST_RULE
+        is_leanest = name_of(self.config.optim.rules[""]) == LEANEST_RULE
         return [] if is_leanest else [{"optim.name": LEANEST_RULE}]
 
     def longer_pipeline(self) -> list[Changes]:

@@ -89,7 +89,7 @@ class MemoryPlan:
     def peaks_where_weight_gradients_wait(self) -> bool:
         """Whether the largest rank needs most while it leaves weight gradients for later, which
         `parallel.schedule_memory` can change."""
-        is_early = self.config.parallel.early_weight_gradients
+        is_early = self.config.parallel.schedule_memory == "least"
         return not is_early and re.search(r"\d[IW]\d", self.largest.largest.when) is not None
 
     def bubble(self, layers: tuple[int, ...] | None = None, *, early: bool | None = None) -> float:
@@ -107,7 +107,7 @@ class MemoryPlan:
         return bubble_of_layers(
             (*layers[:-1], layers[-1] + num_mtp),
             self.config.num_micro_batches(parallel.data_ranks(self.world_size)),
-            early_weight_gradients=parallel.early_weight_gradients if early is None else early,
+            early_weight_gradients=parallel.schedule_memory == "least" if early is None else early,
         )
 
 

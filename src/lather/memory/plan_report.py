@@ -70,7 +70,7 @@ def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]
     ]
     if plan.partition is not None:
         lines.append(describe_partition(plan, plan.partition))
-    if plan.config.parallel.early_weight_gradients:
+    if plan.config.parallel.schedule_memory == "least":
         bubbles = f"{plan.bubble(early=True):.1%} instead of {plan.bubble(early=False):.1%}"
         lines.append(
             "weight gradients as early as they can be: bubble "
@@ -184,7 +184,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
             "bubble": plan.bubble(),
             "bubble_uniform": plan.bubble(plan.partition.uniform_layers, early=False),
         }
-    if plan.config.parallel.early_weight_gradients:
+    if plan.config.parallel.schedule_memory == "least":
         early = {"bubble": plan.bubble(early=True), "bubble_normal": plan.bubble(early=False)}
     return {
         "world_size": plan.world_size,

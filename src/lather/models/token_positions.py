@@ -283,3 +283,10 @@ def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
             f"cu_seqlens falls from {bounds[at]} to {bounds[at + 1]} at entry {at + 1}: boundaries "
             "must ascend"
         )
+
+
+def document_boundaries(begins_BS: Bool[Tensor, "b s"]) -> Int[Tensor, " n"]:
+    """Return the boundaries of documents among the B * S tokens: 0, the first token of each
+    document, B * S."""
+    edges = torch.tensor([0, begins_BS.numel()], device=begins_BS.device)
+    return torch.cat((edges, begins_BS.flatten().nonzero().flatten())).unique()

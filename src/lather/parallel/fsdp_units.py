@@ -37,11 +37,10 @@ from lather.models.saving.rounded_weights import product_weights
 from lather.parallel.mesh import Mesh
 from lather.parallel.sharded_parameters import (
     Places,
-    Reductions,
     ShardedParameters,
     Storing,
-    Streams,
 )
+from lather.parallel.side_streams import Reductions, Streams
 from lather.torch_private import check_torch_version
 
 LARGE = 2**26

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from lather.device import gpu_module, is_gpu
 from lather.files import names_full_disk
 from lather.parallel.fsdp_units import FsdpUnit
-from lather.parallel.sharded_parameters import SideStream
+from lather.parallel.side_streams import SideStream
 from lather.pipeline.recorder import Recorder
 from lather.pipeline.replay import Event
 from lather.pipeline.schedule import WHOLE_STAGE, Action, Kind
