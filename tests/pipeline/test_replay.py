@@ -54,6 +54,28 @@ def test_one_stage_is_never_idle() -> None:
     ]
 
 
+def test_gathers_and_sums_take_place_beside_the_chunks() -> None:
+    """Two stages on one rank, by hand. The second gather waits for the first, and a chunk for the
+    gather of its own stage alone. The second sum waits for the first."""
+    kinds = {**durations(1.0, 1.0, 1.0).kinds, Kind.UNSHARD: 1.5, Kind.REDUCE_GRAD: 4.0}
+    timeline = replay(dualpipev(1, 2), Durations(kinds))
+    assert [(str(e.action), e.start, e.end) for e in timeline.events if e.end > e.start] == [
+        ("0UNSHARD", 0.0, 1.5),
+        ("1UNSHARD", 1.5, 3.0),
+        ("0F0", 1.5, 2.5),
+        ("1F0", 3.0, 4.0),
+        ("0F1", 4.0, 5.0),
+        ("1B0", 5.0, 7.0),
+        ("(1F1;0B0)OVERLAP_F_B", 7.0, 10.0),
+        ("1B1", 10.0, 12.0),
+        ("1REDUCE_GRAD", 12.0, 16.0),
+        ("0I1", 12.0, 13.0),
+        ("0W1", 13.0, 14.0),
+        ("0REDUCE_GRAD", 16.0, 20.0),
+    ]
+    assert timeline.idle() == {0: 0.5}
+
+
 def longest_path(
     table: Schedule, f: float, i: float, w: float, overlap: float, transfer: float
 ) -> float:

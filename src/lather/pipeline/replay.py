@@ -3,6 +3,8 @@ and bubble fraction.
 
 Every rank executes its row in order. A chunk starts once the rank is free and its input is there,
 later by the transfer time if that comes from another rank; transfers take none of the ranks' time.
+Gathers and sums of gradients take place beside the chunks, one after the other on a rank, as on the
+communicator of its data ranks; a chunk starts after the gather of its stage.
 *Idle time* is the time in which a rank does not compute, between the first start and the last end
 on any rank; the *bubble fraction* is the idle time divided by the time of all ranks.
 
@@ -70,8 +72,9 @@ class Durations:
     """Durations of actions, without waits for input."""
 
     kinds: Mapping[Kind, float]
-    """Durations for a chunk of any stage. F, I and W are required if they occur in the table; B
-    defaults to I + W, OVERLAP to F + B, all others to 0."""
+    """Durations for a chunk of any stage; for UNSHARD and REDUCE_GRAD, of the gather and the sum of
+    a whole stage. F, I and W are required if they occur in the table; B defaults to I + W, OVERLAP
+    to F + B, all others to 0."""
     stages: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
     """(kind, stage) -> a duration that differs from that of the kind. An OVERLAP has the stage of
     its forward chunk."""
@@ -155,6 +158,10 @@ class _Replay:
         self.sends: list[deque[Transfer]] = [deque() for _ in schedule.ranks]
         """Sends of each rank that it has not waited for, if there are queues."""
         self.clocks, self.positions = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
+        self.beside = [0.0] * schedule.num_ranks
+        """End of each rank's last gather or sum of gradients."""
+        self.gathered: dict[int, float] = {}
+        """End of the last gather of each stage."""
         self.events: list[list[Event]] = [[] for _ in schedule.ranks]
 
     def run(self) -> Timeline:
@@ -176,8 +183,13 @@ class _Replay:
             if ready is None:
                 break
             start = max(self.clocks[rank], ready)
+            is_beside = action.kind in (Kind.UNSHARD, Kind.REDUCE_GRAD)
+            if is_beside:
+                start = max(start, self.beside[rank])
             end = start + (0.0 if action.kind in TRANSFERS else self.durations.of(action))
-            self.clocks[rank] = end
+            (self.beside if is_beside else self.clocks)[rank] = end
+            if action.kind is Kind.UNSHARD:
+                self.gathered[action.stage] = end
             self.events[rank].append(Event(rank, action, start, end))
             self._finish(rank, action, end)
             self.positions[rank] += 1
@@ -192,6 +204,7 @@ class _Replay:
             found.append(self.queues.ends.get(self.sends[rank][0]))
         for chunk in action.chunks if action.kind in COMPUTE else ():
             assert chunk.micro_batch is not None
+            found.append(self.gathered.get(chunk.stage, 0.0))
             for kind, stage in needs(self.schedule, chunk.kind, chunk.stage):
                 if kind not in TRANSFERS:
                     found.append(self.ended.get((kind, stage, chunk.micro_batch)))
