@@ -94,6 +94,10 @@ PLANS = {
     "qwen3-30b-a3b-8-ep8-soap_muon-bf16": (
         f"{QWEN3_NODE} --optim.name soap_muon {BF16} {GRADIENTS} {ROUNDED}"
     ),
+    "qwen3-30b-a3b-8-ep8-soap_muon-int8": f"{QWEN3_NODE} --optim.name soap_muon {INT8}",
+    "qwen3-30b-a3b-8-ep8-soap-int8": (
+        f"{QWEN3_NODE} --optim.name soap {INT8} {GRADIENTS} {ROUNDED}"
+    ),
     "qwen3-30b-a3b-8-ep8-soap": f"{QWEN3_NODE} --optim.name soap",
     "qwen3-30b-a3b-8-ep8-soap-smaller": f"{QWEN3_NODE} --optim.name soap {SMALLER}",
     "qwen3-0.6b-1-muon": "configs/qwen3-0.6b.toml --world 1",

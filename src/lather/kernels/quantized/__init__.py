@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lather.kernels.backend import fastest
 from lather.kernels.quantized import reference
@@ -71,6 +72,8 @@ def quantize_(
     fastest(reference.quantize_, x, codes, in_reference=not x.is_contiguous())(
         x, codes, scales, step, code, stochastic
     )
+    if not codes.is_inference():
+        increment_version((codes, scales))  # a Triton kernel does not tell torch
 
 
 @torch.no_grad()
