@@ -59,8 +59,10 @@ def test_costs_are_those_of_a_plan_with_the_other_value(name: str) -> None:
 def test_a_plan_shows_both_values_in_a_line() -> None:
     planned = plan(CASES["dp"], 4, Assumed())
     (line,) = (line for line in plan_report.remarks(planned, None) if "parallel.gather" in line)
-    assert line.startswith(f"parallel.gather of rank {planned.largest.rank}: 'stage' keeps at most")
-    assert "; 'block' keeps at most 0.00 GiB of gathered parameters and gradients" in line
+    rank, costs = planned.largest.rank, planned.largest.gathering
+    kept, sent = (f"{x / 2**20:.2f} MiB" for x in (costs["block"].kept, costs["block"].sent))
+    assert line.startswith(f"gathered parameters, and gradients, of rank {rank}: parallel.gather")
+    assert line.endswith(f"; 'block' keeps at most {kept} and sends {sent} in a step")
     stored = plan_report.to_json(planned)["ranks"][0]["gathering"]
     assert stored.keys() == {"stage", "block"}
     assert stored["block"].keys() == {"kept", "sent"}

@@ -57,7 +57,7 @@ def show(plan: MemoryPlan, memory: int | None, console: Console, *, machine: int
 
 def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]:
     """Return the lines below the table."""
-    _, scale = unit_of(plan.largest.peak)
+    unit, scale = unit_of(plan.largest.peak)
     timeline = plan.largest.largest
     has_experts = plan.config.model.num_routed_experts > 0
     segments = ", ".join(
@@ -77,7 +77,7 @@ def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]
             f"{bubbles} if all layers take equally long"
         )
     if plan.largest.gathering:
-        lines.append(gathering(plan.largest))
+        lines.append(gathering(plan.largest, unit, scale))
     if plan.host.pinned:
         lines.append(offload(plan, min(machine, plan.world_size)))
     lines.append(checkpoint(plan))
@@ -94,14 +94,14 @@ def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]
     return lines
 
 
-def gathering(run: RankRun) -> str:
+def gathering(run: RankRun, unit: str, scale: int) -> str:
     """Describe what the rank keeps and sends with both values of `parallel.gather`."""
-    costs = (
-        f"{gather!r} keeps at most {_in(cost.kept, GIB)} GiB of gathered parameters and gradients "
-        f"and sends {_in(cost.sent, GIB)} GiB of them in a step"
+    costs = "; ".join(
+        f"{gather!r} keeps at most {_in(cost.kept, scale)} {unit} and sends "
+        f"{_in(cost.sent, scale)} {unit} in a step"
         for gather, cost in sorted(run.gathering.items(), reverse=True)
     )
-    return f"parallel.gather of rank {run.rank}: {'; '.join(costs)}"
+    return f"gathered parameters, and gradients, of rank {run.rank}: parallel.gather {costs}"
 
 
 def offload(plan: MemoryPlan, num_ranks: int) -> str:
