@@ -215,6 +215,13 @@ MUTATIONS = (
         "models/test_experts.py",
     ),
     Mutation(
+        "gathering: a unit of several blocks is freed after the first",
+        "pipeline/gathering.py",
+        "        if units != following:\n",
+        "        if True:\n",
+        "pipeline/test_gathering.py",
+    ),
+    Mutation(
         "gathering: what was gathered ahead is never freed",
         "pipeline/gathering.py",
         "        self.free(before)\n",
