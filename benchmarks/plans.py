@@ -38,6 +38,7 @@ SMALLER, BF16, INT8, EARLY, BLOCK = (
     "--parallel.gather block",
 )
 ALL = "attention experts shared_experts"
+ATTENTION = f"{BLOCK} --train.micro-batch-size 1 --train.recompute attention"
 ROUNDED, WEIGHTS, GRADIENTS = (
     "--train.rounded-weights block",
     "--train.weight-dtype bfloat16",
@@ -81,6 +82,10 @@ PLANS = {
     "qwen3-30b-a3b-16-pp2-ep8-soap-bf16": f"{QWEN3} --optim.name soap {BF16}",
     "qwen3-30b-a3b-16-pp2-ep8-soap-smaller": f"{QWEN3} --optim.name soap {SMALLER}",
     "qwen3-30b-a3b-16-pp2-ep8-soap-smaller-bf16": f"{QWEN3} --optim.name soap {SMALLER} {BF16}",
+    "qwen3-30b-a3b-16-pp2-ep8-soap-attention": f"{QWEN3} --optim.name soap {ATTENTION}",
+    "qwen3-30b-a3b-16-pp2-ep8-soap-experts": (
+        f"{QWEN3} --optim.name soap {ATTENTION} --moe.memory recompute"
+    ),
     "qwen3-30b-a3b-16-pp4-ep4-soap_muon": f"{QWEN3_WIDE} --optim.name soap_muon",
     "qwen3-30b-a3b-16-pp4-ep4-soap_muon-by-memory": (
         f"{QWEN3_WIDE} --optim.name soap_muon --parallel.partition memory"
