@@ -15,7 +15,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.contestants import DEFAULT_SETS, OURS, SETS, OptimizerCase, gradient_pool
+from benchmarks.contestants import (
+    DEFAULT_SETS,
+    OURS,
+    SETS,
+    Contestant,
+    OptimizerCase,
+    gradient_pool,
+)
 from benchmarks.measure import percentiles, run_steps, time_rounds
 from benchmarks.report import Row, RowFile, environment
 
@@ -36,6 +43,7 @@ def rows() -> Iterator[Row]:
             both[1].name = "int8"
             for contestant in both:
                 run_steps(contestant, 1 + frequency)
+            _check(both)
             times = time_rounds(both, case.steps_per_round, ROUNDS, device)
             ratios = [b / a for a, b in zip(times[OURS], times["int8"], strict=True)]
             yield {
@@ -46,6 +54,13 @@ def rows() -> Iterator[Row]:
                 "int8_ms": percentiles(times["int8"]),
                 "ratio": percentiles(ratios),
             }
+
+
+def _check(both: list[Contestant]) -> None:
+    """Check that the weights with state in int8 have gone nearly the same way."""
+    fp32, int8 = (torch.cat([p.detach().flatten() for p in x.params]) for x in both)
+    away = (int8 - fp32).norm() / fp32.norm()
+    assert 0 <= away <= 0.05, f"weights differ by {away:.3f} of their norm"
 
 
 def main() -> None:

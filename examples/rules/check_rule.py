@@ -57,6 +57,10 @@ def watched(rule: Rule) -> Rule:
                 if kinds.get(key) == "factor":
                     text = f"after {name}, {key} is not symmetric: it is a statistic, not a factor"
                     torch.testing.assert_close(s[key], s[key].mT, msg=text)
+                    roots = s[key].diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+                    bound = roots.unsqueeze(-1) * roots.unsqueeze(-2) * (1 + 1e-4) + 1e-30
+                    text = f"after {name}, {key} is not positive semidefinite: a statistic"
+                    assert (s[key].abs() <= bound).all(), text
             return answer
 
         return call

@@ -137,7 +137,7 @@ def whole(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         key: unpack_triangle(x.flatten(-2), x.shape[-2] - (x.shape[-2] == 2 * x.shape[-1] + 1))
         if key.startswith("factor")
-        and "_codes" not in key
+        and not key.endswith(("_codes", "_scale", "_diagonal"))
         and x.dim() > 1
         and x.shape[-1] != x.shape[-2]
         else x

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lather.boxes import Piece
+from lather.checkpoint.state import TrainingState
 from lather.kernels.quantized import BASIS, POSITIVE, SIGNED, dequantize
 from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, Muon, SOAPMuon, state_bytes
 from lather.optim.batched import formats
@@ -392,3 +393,73 @@ def test_ranks_read_their_rows_of_factors_in_any_format(
         assert torch.equal(found, expected)
     error = (found - expected).abs().max() / expected.abs().max()
     assert error <= 1e-4 < (1.01 * found - expected).abs().max() / expected.abs().max()
+
+
+def test_an_infinity_between_two_steps_raises_nothing_that_only_one_rank_would_see() -> None:
+    """A rank owns some matrices; if it alone stopped, the others would wait for it."""
+    a = made("soap")
+    a.steps(range(2))
+    a.state(1)["factor_0"].fill_(torch.inf)
+    a.state(1)["exp_avg"][0] = torch.inf
+    for group in a.groups:
+        group["state_dtype"] = "int8"
+    a.steps(range(2, 4))
+    assert {"factor_0_codes", "exp_avg_codes"} <= a.state(0).keys() & a.state(1).keys()
+    assert all(x.isfinite().all() for x in decoded(a).values())
+
+
+def test_nonnegative_factors_have_signed_codes() -> None:
+    form = formats.EntryFormat.of("k", Entry((64, 64), "factor", nonnegative=True), INT8)
+    (codes, *_) = form.stored.values()
+    assert codes.dtype == INT8
+    assert form.in_state(form.allocate(1, torch.device("cpu"))) == form
+
+
+@pytest.mark.parametrize("own", [INT8, torch.float32], ids=str)
+def test_codes_at_odd_addresses_are_read(own: Any) -> None:
+    """A state belongs to the user between two steps, who may move its bytes."""
+
+    def moved(x: Tensor) -> Tensor:
+        memory = torch.empty(x.numel() + 1, dtype=torch.uint8)
+        memory[1:] = x.flatten()
+        return memory[1:].view(x.shape)
+
+    a, b = made("soap", state_dtype=INT8), made("soap", state_dtype=INT8)
+    run_both(a, b, range(3))
+    for entries in b.optimizer.state.values():
+        for x in entries.values():
+            if x.dtype == torch.uint8:
+                x.data = moved(x)
+    for group in (*a.groups, *b.groups):
+        group["state_dtype"] = own
+    run_both(a, b, range(3, 6))
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 8), (65, 64, 8), (128, 128, 16)], ids=str)
+@pytest.mark.parametrize("layout", ["stacked", "tensor", "per_expert"])
+def test_checkpoints_keep_codes_and_diagonal_together(shape: tuple[int, ...], layout: str) -> None:
+    """The rows of one of them may be as many as the experts."""
+    model = nn.Module()
+    model.experts = nn.ParameterDict({"w": nn.Parameter(torch.randn(shape))})
+    options: dict[str, Any] = {"matrix_layout": layout, "state_dtype": INT8}
+    optimizer = SOAP(model.parameters(), lr=1e-2, **options)
+    give_gradients(list(model.parameters()), 0)
+    optimizer.step()
+    training = TrainingState.of_model(model, optimizer)
+    saved = {piece.name: piece.value.clone() for piece in training.optimizer_state()}
+    before = {key: x.clone() for key, x in optimizer.state[model.experts["w"]].items()}
+    optimizer.state.clear()
+    optimizer.init_state()
+
+    def read_into(target: Tensor, name: str, offset: Any) -> None:
+        target.copy_(saved[name])
+
+    for of_entry, pieces in training.optimizer_entries():
+        for form in of_entry.values():
+            if form.key in pieces:
+                form.read(pieces, lambda name: getattr(saved.get(name), "dtype", None), read_into)
+    after = optimizer.state[model.experts["w"]]
+    assert any(key.endswith("_diagonal") for key in before)
+    for key in before.keys() - {"step"}:
+        assert torch.equal(after[key], before[key]), key

@@ -22,7 +22,7 @@ from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack
 from lather.optim import MatrixOptimizer
-from lather.optim.batched.formats import DIAGONAL, ENCODED, SCALE, EntryFormat
+from lather.optim.batched.formats import DIAGONAL, ENCODED, SCALE, EntryFormat, Formats
 from lather.optim.batched.remainders import REMAINDER
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather
 from lather.parallel.local_parameters import LocalParameter, ShardInfo
@@ -107,19 +107,35 @@ class TrainingState:
         """Yield the entries of the optimizer state as `<parameter>/<key>`; all are tensors."""
         if self.optimizer is None:
             return
-        for param, piece in self.optimizer.state_pieces():
-            yield from _pieces(self._infos[param], piece)
+        for _, _, piece in self._optimizer_parts():
+            yield piece
 
     def optimizer_entries(self) -> list[EntryPieces]:
         """Return the optimizer state by parameter or expert: its formats, and its pieces by
         key."""
         assert self.optimizer is not None
-        formats, pieces = self.optimizer.formats(), dict[Any, dict[str, Piece]]()
+        pieces, of_param = dict[Any, dict[str, Piece]](), dict[Tensor, Formats]()
+        for param, formats, part in self._optimizer_parts():
+            entry, _, key = part.name.rpartition("/")
+            pieces.setdefault((param, entry), {})[key], of_param[param] = part, formats
+        return [(of_param[param], of_entry) for (param, _), of_entry in pieces.items()]
+
+    def _optimizer_parts(self) -> Iterator[tuple[Tensor, Formats, Piece]]:
+        """Yield the pieces of the optimizer state, named as in a checkpoint, with parameter and
+        formats."""
+        assert self.optimizer is not None
+        formats = self.optimizer.formats()
         for param, piece in self.optimizer.state_pieces():
-            for part in _pieces(self._infos[param], piece):
-                entry, _, key = part.name.rpartition("/")
-                pieces.setdefault((param, entry), {})[key] = part
-        return [(formats[param], of_entry) for (param, _), of_entry in pieces.items()]
+            in_16_bits = {
+                key: len(entry.shape)
+                for form in formats[param].values()
+                if form.is_whole
+                for key, entry in form.stored.items()
+            }
+            # codes and diagonal have other numbers of rows, of which one may be that of experts
+            is_whole = len(piece.shape) == in_16_bits.get(piece.name)
+            for part in _pieces(self._infos[param], piece, is_whole=is_whole):
+                yield param, formats[param], part
 
     def random_state(self) -> list[Piece]:
         """Return copies of the states of torch's generators, by rank; none without an optimizer."""
@@ -190,12 +206,12 @@ def _whole(name: str, value: Tensor) -> Piece:
     return Piece(name, value, (0,) * value.dim(), tuple(value.shape))
 
 
-def _pieces(info: ShardInfo, piece: Piece) -> Iterator[Piece]:
+def _pieces(info: ShardInfo, piece: Piece, *, is_whole: bool = False) -> Iterator[Piece]:
     """Yield the pieces, named as in a checkpoint, of a piece that belongs to the rows of a
-    parameter: one per expert, a range of rows, or one piece if its tensor is not divided. A piece
-    with a name is optimizer state."""
+    parameter: one per expert, a range of rows, or one piece if its tensor is not divided, as one
+    that `is_whole` never is. A piece with a name is optimizer state."""
     suffix, offset, shape = f"/{piece.name}" if piece.name else "", piece.offset, piece.shape
-    has_rows = bool(shape) and shape[0] == info.length
+    has_rows = bool(shape) and shape[0] == info.length and not is_whole
     if has_rows and info.is_expert:
         for number, expert in enumerate(piece.value.unbind(), info.offset + offset[0]):
             yield Piece(f"{entry_name(info.name, number)}{suffix}", expert, offset[1:], shape[1:])

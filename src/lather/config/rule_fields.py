@@ -189,7 +189,7 @@ def in_toml(message: str, prefix: str) -> str:
 
     message = re.sub(r"\b([a-z_]\w*)=([({\[][^(){}]*[)}\]]|'[^']*'|[\w.+-]+)", assigned, message)
     message = re.sub(r"torch\.(?=float|bfloat|int)", "", message.partition(" or a callable")[0])
-    by_part = "'moments=int8,bases=bfloat16' (moments, bases, factors)"
+    by_part = "'moments=int8,factors=int16' (moments, bases, factors; int16 for factors alone)"
     message = message.replace(BY_PART, by_part)
     message = message.replace("True or False", "true or false")
     return prefix + re.sub(",? or None", "", message)

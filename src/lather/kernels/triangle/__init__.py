@@ -72,8 +72,8 @@ def quantize_triangle(
     step: int,
 ) -> None:
     """Encode positive semidefinite matrices (fp32) in contiguous `codes` (int16, packed) and
-    `diagonal` (fp32). They are rounded up or down with the probabilities that keep their
-    expectation over steps, by a hash (`lather.kernels.stochastic_rounding`).
+    `diagonal` (fp32). They are rounded up or down with probabilities that keep their expectation
+    over steps to 1/32 of a code, by a hash (`lather.kernels.stochastic_rounding`).
 
     Elements beyond their bound become the bound; those of a row whose diagonal element is not
     positive become 0. Raises TypeError for another dtype than fp32.
@@ -89,7 +89,7 @@ def dequantize_triangle(
     codes: Int[Tensor, "*b packed"], diagonal: Float[Tensor, "*b n"]
 ) -> Float[Tensor, "*b n n"]:
     """Return the matrices that `quantize_triangle` encoded, in fp32. Encoded again, they have the
-    same codes, in any step."""
+    same codes, in any step, unless they have elements that fp32 has as denormal numbers."""
     out = diagonal.new_empty(*diagonal.shape, diagonal.shape[-1])
     fastest(reference.dequantize_triangle, codes, out)(codes, diagonal, out)
     return out

@@ -18,8 +18,8 @@ to the same bits.
 
 Stored tensors are ordinary entries of a layout: buckets, checkpoints and exchanges between ranks
 know no formats. Blocks lie along the last dim, so rows may be divided among ranks; codes of 16 bits
-are encoded and decoded where all rows are. `Rows` gives a
-rule its entries, and stores what the rule has changed.
+are encoded and decoded where all rows are. `Rows` gives a rule its entries, and stores what the
+rule has changed.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class EntryFormat:
     @classmethod
     def of(cls, name: str, entry: Entry, dtype: torch.dtype) -> EntryFormat:
         """Return the format for a `state_dtype`."""
-        is_positive = dtype == torch.int8 and entry.nonnegative
+        is_positive = dtype == torch.int8 and entry.nonnegative and entry.kind != "factor"
         return cls(name, entry, torch.uint8 if is_positive else dtype)
 
     def in_state(self, state: Mapping[str, object]) -> EntryFormat:
@@ -219,7 +219,7 @@ class EntryFormat:
 
     def encode(self, x: Tensor, stored: Mapping[str, Tensor], step: int | None = None) -> None:
         """Store the entry, given in any dtype. `step` is that of stochastic rounding; None rounds
-        to the nearest."""
+        to the nearest, and codes of 16 bits as in step 0."""
         target = stored[self.key]
         if self.is_whole:
             quantize_triangle(x.float(), *self._triangle(stored), step or 0)
@@ -281,15 +281,7 @@ class EntryFormat:
 
         what = f"the saved entry {parent}{self.name}"
         if self.is_whole or theirs.is_whole:
-            batch = piece.value.dim() - len(self.stored[self.key].shape)
-            lead, first = tuple(piece.value.shape[:batch]), tuple(piece.offset[:batch])
-            boxes = {
-                key: Box((*first, *(0 for _ in x.shape)), (*lead, *x.shape))
-                for key, x in theirs.stored.items()
-            }
-            for key, x in self.converted(read_stored(boxes), theirs, what).items():
-                rows = pieces[key].box.within(Box((*first, *(0 for _ in x.shape[batch:])), x.shape))
-                pieces[key].value.copy_(x[rows])
+            self._read_whole(pieces, theirs, read_stored, what)
             return
         size, offset, skipped = tuple(piece.value.shape), tuple(piece.offset), 0
         boxes = {theirs.key: Box(offset, size)}
@@ -304,14 +296,31 @@ class EntryFormat:
         x = x.to(piece.value.device)
         self.narrow(x, {key: pieces[key].value for key in self.stored})
 
-    def converted(
-        self, stored: Mapping[str, Tensor], theirs: EntryFormat, what: str
-    ) -> dict[str, Tensor]:
-        """Return the stored tensors of a whole entry in this format from those in another. Raises
-        ValueError, which names the entry as `what`, if it is not finite but becomes codes."""
-        x = theirs.decode(stored, torch.float32)
+    def _read_whole(
+        self,
+        pieces: Mapping[str, Piece],
+        theirs: EntryFormat,
+        read_stored: Callable[[Mapping[str, Box]], dict[str, Tensor]],
+        what: str,
+    ) -> None:
+        """Fill pieces from a whole entry, or one for each of their experts, in another format."""
+        piece = pieces[self.key]
+        batch = piece.value.dim() - len(self.stored[self.key].shape)
+        lead, first = tuple(piece.value.shape[:batch]), tuple(piece.offset[:batch])
+
+        def whole(shape: Sequence[int]) -> Box:
+            return Box((*first, *(0 for _ in shape)), (*lead, *shape))
+
+        stored = read_stored({key: whole(x.shape) for key, x in theirs.stored.items()})
         if self.dtype in CODES:
-            check_finite(x, what)
+            check_finite(theirs.decode(stored, torch.float32), what)
+        for key, x in self.converted(stored, theirs).items():
+            rows = pieces[key].box.within(whole(x.shape[batch:]))
+            pieces[key].value.copy_(x[rows])
+
+    def converted(self, stored: Mapping[str, Tensor], theirs: EntryFormat) -> dict[str, Tensor]:
+        """Return the stored tensors of a whole entry in this format from those in another."""
+        x = theirs.decode(stored, torch.float32)
         lead = x.shape[: x.dim() - len(self.entry.shape)]
         result = {
             key: x.new_empty(*lead, *y.shape, dtype=y.dtype) for key, y in self.stored.items()
@@ -320,8 +329,10 @@ class EntryFormat:
         return result
 
     def _triangle(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the codes of 16 bits, packed, and the diagonal."""
-        codes = stored[self.key].view(torch.int16)
+        """Return the codes of 16 bits, packed, and the diagonal; copies of codes that their owner
+        has moved to an odd address."""
+        codes = stored[self.key]
+        codes = (codes.clone() if codes.storage_offset() % 2 else codes).view(torch.int16)
         return codes.view(*codes.shape[:-3], -1), stored[f"{self.name}{DIAGONAL}"]
 
     @property

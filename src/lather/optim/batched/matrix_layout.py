@@ -141,9 +141,9 @@ class Layout:
                 if (other := owners.setdefault(key, name)) != name:
                     raise ValueError(
                         f"the entries {other!r} and {name!r} of the rule "
-                        f"{name_of(type(self.rule))!r} would both be stored as {key!r} (codes and "
-                        "scales of state_dtype int8): rename one of the two, or give its group "
-                        "state_dtype=torch.float32"
+                        f"{name_of(type(self.rule))!r} would both be stored as {key!r} (codes, "
+                        "scales and diagonals of state_dtype int8): rename one of the two, or give "
+                        "its group state_dtype=torch.float32"
                     )
         return formats
 
@@ -183,7 +183,7 @@ class Layout:
 
     def converted(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state, or the same rows of each of its tensors, in the formats of this layout;
-        the same object if it is. Codes are those nearest to the elements."""
+        the same object if it is. Codes of 8 bits are those nearest to the elements."""
         theirs = self.formats_of(state)
         if theirs == self.formats:
             return state
@@ -316,8 +316,7 @@ def _converted(
     new, source = layout.formats[form.name], stored[form.key]
     if new.is_whole or form.is_whole:
         whole = {key: x.full_tensor() if is_dtensor(x) else x for key, x in stored.items()}
-        what = f"{form.name} of a parameter of shape {layout.shape}"
-        result = new.converted(whole, form, what)
+        result = new.converted(whole, form)
     else:
         x = form.widened({key: local(value) for key, value in stored.items()})
         result = {new.key: x.new_empty(x.shape, dtype=new.dtype)}
