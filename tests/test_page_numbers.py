@@ -79,6 +79,7 @@ NUMBERS = {
     "rates ends at (.*?) after": (QUICKSTART, "adamw: loss of the quickstart"),
     "final loss after (.*?) of its steps": (SHORT, "qwen-8k: steps of muon to adamw"),
     r"gradients in bf16 \| (.*?) \|": (NODE.format("muon-bf16"), "GiB that a rank needs"),
+    r"bf16 gradients \| (.*?) \|": (NODE.format("soap-int8"), "GiB that a rank needs"),
     r"\| Muon \| (.*?) \|": ("plans/qwen3-30b-a3b-16-muon.json", "GiB that a rank needs"),
     r"\| SOAP \| (.*?) \|": (PLAN.format("soap"), "GiB that a rank needs"),
     r"one-sided SOAP-Muon \| (.*?) \|": (PLAN.format("soap_muon"), "GiB that a rank needs"),
