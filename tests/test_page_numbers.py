@@ -80,7 +80,14 @@ NUMBERS = {
     "final loss after (.*?) of its steps": (SHORT, "qwen-8k: steps of muon to adamw"),
     r"gradients in bf16 \| (.*?) \|": (NODE.format("muon-bf16"), "GiB that a rank needs"),
     r"bf16 gradients \| (.*?) \|": (NODE.format("soap-int8"), "GiB that a rank needs"),
-    r"\| Muon \| (.*?) \|": ("plans/qwen3-30b-a3b-16-muon.json", "GiB that a rank needs"),
+    r"16 GPUs \| data ranks \| Muon \| (.*?) \|": (
+        "plans/qwen3-30b-a3b-16-muon.json",
+        "GiB that a rank needs",
+    ),
+    r"8 GPUs \| data ranks \| Muon \| (.*?) \|": (
+        "plans/qwen3-30b-a3b-8-muon.json",
+        "GiB that a rank needs",
+    ),
     r"\| SOAP \| (.*?) \|": (PLAN.format("soap"), "GiB that a rank needs"),
     r"one-sided SOAP-Muon \| (.*?) \|": (PLAN.format("soap_muon"), "GiB that a rank needs"),
     r"SOAP, state in bf16 \| (.*?) \|": (
