@@ -96,6 +96,7 @@ PLANS = {
     "qwen3-30b-a3b-16-muon": "configs/qwen3-30b-a3b.toml --world 16",
     "qwen3-30b-a3b-8-muon": QWEN3_SMALL,
     "qwen3-30b-a3b-8-muon-int8": f"{QWEN3_SMALL} {INT8}",
+    "qwen3-30b-a3b-8-soap_muon-int8": f"{QWEN3_SMALL} --optim.name soap_muon {INT8}",
     "qwen3-30b-a3b-8-ep8-muon-bf16": f"{QWEN3_NODE} {BF16} {GRADIENTS}",
     "qwen3-30b-a3b-8-ep8-muon-int8": f"{QWEN3_NODE} {INT8}",
     "qwen3-30b-a3b-8-ep8-soap_muon-bf16": (
