@@ -80,6 +80,10 @@ NUMBERS = {
     "final loss after (.*?) of its steps": (SHORT, "qwen-8k: steps of muon to adamw"),
     r"gradients in bf16 \| (.*?) \|": (NODE.format("muon-bf16"), "GiB that a rank needs"),
     r"bf16 gradients \| (.*?) \|": (NODE.format("soap-int8"), "GiB that a rank needs"),
+    r"SOAP-Muon, state in 8 bits \| (.*?) \|": (
+        "plans/qwen3-30b-a3b-8-soap_muon-int8.json",
+        "GiB that a rank needs",
+    ),
     r"16 GPUs \| data ranks \| Muon \| (.*?) \|": (
         "plans/qwen3-30b-a3b-16-muon.json",
         "GiB that a rank needs",
