@@ -11,6 +11,7 @@ import torch
 from changing_runs import Shown
 from lather.config.config import Config
 from lather.models.families import FAMILIES
+from lather.models.lora import LoraConfig
 from lather.train import notices
 from lather.train.loop import train
 from lather.train.notices import SETTLED, WINDOW, ExpertWatch, uneven_blocks
@@ -117,3 +118,32 @@ def test_a_run_that_loses_small_changes_says_so(
     train(make_config(train=loop, optim=optim), shown)
     told = [note for note in shown.notes if "'nearest' loses the changes of bf16" in note]
     assert len(told) == is_told
+
+
+NEAREST = {"weight_rounding": "nearest"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "trainable", "optim", "tied", "is_told"),
+    [
+        (4, ("lm_head*",), NEAREST, False, True),
+        (4, (), NEAREST, False, False),
+        (0, (), {"rest": NEAREST}, False, True),
+        (0, (), {"rest": NEAREST}, True, False),
+        (0, ("*norm*",), NEAREST, False, False),
+    ],
+    ids=["adapters and a head", "adapters", "an untied head", "a tied head", "norms"],
+)
+def test_only_trained_weights_in_bf16_lose_changes(
+    make_config: Callable[..., Config],
+    rank: int,
+    trainable: tuple[str, ...],
+    optim: dict[str, Any],
+    tied: bool,
+    is_told: bool,
+) -> None:
+    loop = {"precision": "bf16", "weight_dtype": "bfloat16", "trainable": trainable}
+    config = make_config(train=loop, optim=optim)
+    model = replace(config.model, tie_word_embeddings=tied)
+    config = replace(config, model=model, lora=LoraConfig(rank))
+    assert notices._loses_small_changes(config) == is_told

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from lather.config.config import Config
+from lather.engine.optimizer import build_optimizer
 from lather.engine.step_reading import StepResult
-from lather.engine.trained_parameters import trained_parameters
+from lather.engine.trained_parameters import outline, train_only, trained_parameters
+from lather.models.saving.rounded_weights import narrow_product_weights
 from lather.parallel.mesh import Mesh
 
 SETTLED = 60
@@ -64,12 +66,18 @@ def describe_run(
 
 
 def _loses_small_changes(config: Config) -> bool:
-    """Return whether new weights are rounded to the nearest bf16, without a remainder. Base weights
-    of adapters are frozen."""
-    experts = ["experts"] if config.model.num_routed_experts else []
-    rules = (config.optim.rule_of(kind) for kind in ("matrices", "rest", *experts))
-    is_narrow = config.train.weight_dtype == "bfloat16" and not config.lora.rank
-    return is_narrow and any(rule.weight_rounding == "nearest" for rule in rules)
+    """Return whether trained weights are rounded to the nearest bf16, without a remainder."""
+    if config.train.weight_dtype != "bfloat16":
+        return False
+    model = outline(config)
+    train_only(model, trained_parameters(config).names)
+    model.set_memory(config.moe.memory)
+    narrow_product_weights(model, torch.bfloat16)
+    return any(
+        group["weight_rounding"] == "nearest" and p.dtype == torch.bfloat16
+        for group in build_optimizer(config.optim, model.named_parameters()).param_groups
+        for p in group["params"]
+    )
 
 
 def uneven_blocks(load_LE: Tensor, num_experts_per_tok: int) -> set[int]:
