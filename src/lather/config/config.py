@@ -110,8 +110,9 @@ class LoopConfig:
     rounded_weights: Literal["step", "block", "product"] = "step"
     """When bf16 training rounds the weights. step: once per step, which takes 2 more bytes per
     weight that the rank alone has. block: before each pass through a block, which takes 2 bytes per
-    weight of two blocks, or with parallel.gather 'stage' of whole stages. product: for each matrix
-    product. Weights that data ranks divide are gathered in bfloat16, whatever this says."""
+    weight of two units of blocks, or with parallel.gather 'stage' of whole stages. product: for
+    each matrix product. Weights that data ranks divide are gathered in bfloat16, whatever this
+    says."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which the weights of matrix products (linear layers, experts, an untied head) are
     kept; bfloat16 needs bf16 precision. Embedding, norms, routers, biases and adapters stay in
@@ -121,7 +122,8 @@ class LoopConfig:
     """dtype in which the gradients of a step are kept between micro-batches. They are computed, and
     summed over ranks, in float32; with bfloat16 the sums are rounded stochastically, which saves 2
     bytes per weight that a rank keeps, and with parallel.gather 'block' also the float32 gradients
-    of all blocks but one. With 'stage' those of whole stages stay until the end of the step."""
+    of all units of blocks but one. With 'stage' those of whole stages stay until the end of the
+    step."""
     offload_frozen: bool = False
     """Keep frozen weights in the host's pinned memory; each block's are copied to the GPU just
     before its forward and its backward pass, beside the computation: twice for each micro-batch,
@@ -196,7 +198,8 @@ class ParallelConfig:
     """The parameters that are gathered from the data ranks, and freed, together. block: those of a
     block (below 16 MiB: of several), just before its forward and its backward pass, and its
     gradients are reduced right after. stage: those of a stage, once per step; less communication,
-    more memory; `lather plan` shows both. auto: block without a pipeline, stage with one."""
+    and more memory unless stages have few such units; `lather plan` shows both. auto: block without
+    a pipeline, stage with one."""
     poison: bool = False
     """For debugging: overwrite memory that is freed early with NaN, so that a later read is
     noticed."""

@@ -4,9 +4,11 @@ and bubble fraction.
 Every rank executes its row in order. A chunk starts once the rank is free and its input is there,
 later by the transfer time if that comes from another rank; transfers take none of the ranks' time.
 Gathers and sums of gradients take place beside the chunks, one after the other on a rank, as on the
-communicator of its data ranks; a chunk starts after the gather of its stage.
+communicator of its data ranks; a chunk starts after the gather of its stage. Tables of `by_block`
+have no such actions, and their durations change nothing there.
 *Idle time* is the time in which a rank does not compute, between the first start and the last end
-on any rank; the *bubble fraction* is the idle time divided by the time of all ranks.
+of a computation on any rank; the *bubble fraction* is the idle time divided by the time of all
+ranks.
 
 DeepSeek gives DualPipeV's bubble as (PP/2 - 1)(F&B + B - 3W) for PP stages on PP/2 ranks
 (github.com/deepseek-ai/DualPipe), in durations of a *stage's* chunk, half of a rank's layers; that
