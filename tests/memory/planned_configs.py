@@ -40,8 +40,10 @@ def config_of(
     )
 
 
-def dry_run_of_units(config: Config, world_size: int, assumed: Assumed, rank: int = 0) -> RankRun:
-    """Plan a rank, in a process of `worker_processes`, with a unit for each block, however
-    small."""
-    with patch.object(gathering, "SMALL", 0):
+def dry_run_of_units(
+    config: Config, world_size: int, assumed: Assumed, rank: int = 0, small: int = 0
+) -> RankRun:
+    """Plan a rank, in a process of `worker_processes`, with units of at least `small` bytes; 0: a
+    unit for each block."""
+    with patch.object(gathering, "SMALL", small):
         return dry_run(config, world_size, assumed, rank)

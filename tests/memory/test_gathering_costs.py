@@ -15,15 +15,19 @@ from lather.memory.workers import Assumed, worker_processes
 from lather.models.families import FAMILIES
 
 
-def with_depths(config: Config) -> Config:
-    """Return the configuration with tied embeddings and a depth of multi-token prediction."""
+def with_layers(config: Config) -> Config:
+    model = FAMILIES["qwen3_moe"].config(**{**SIZES, "num_hidden_layers": 12})
+    return replace(config, model=model)
+
+
+def with_latents(config: Config, **more: Any) -> Config:
+    """Return the configuration with another family."""
     sizes = {
         name: size
         for name, size in SIZES.items()
         if name not in ("head_dim", "num_experts", "num_key_value_heads")
     }
-    more = {"n_routed_experts": 4, "num_nextn_predict_layers": 1, "tie_word_embeddings": True}
-    model = FAMILIES["deepseek_v3"].config(**{**sizes, **more, "num_hidden_layers": 8})
+    model = FAMILIES["deepseek_v3"].config(**{**sizes, "n_routed_experts": 4, **more})
     return replace(config, model=model)
 
 
@@ -31,27 +35,53 @@ CASES: dict[str, Config] = {
     "dp": config_of("adamw", parallel={"pp": 2}, batch_size=24),
     "ep": config_of("adamw", parallel={"pp": 2, "ep": 2}, batch_size=24),
     "early": config_of("muon", parallel={"pp": 2, "schedule_memory": "least"}, batch_size=24),
-    "mtp": with_depths(config_of("adamw", parallel={"pp": 2}, batch_size=24)),
+    "mtp": with_latents(
+        config_of("adamw", parallel={"pp": 2}, batch_size=24),
+        num_hidden_layers=8,
+        num_nextn_predict_layers=1,
+        tie_word_embeddings=True,
+    ),
     "bf16": config_of("adamw", parallel={"pp": 2}, precision="bf16", gradient_dtype="bfloat16"),
+    "dense first block, blocks together": with_latents(
+        config_of("adamw", parallel={"pp": 2}, batch_size=24),
+        num_hidden_layers=12,
+        first_k_dense_replace=1,
+    ),
+    "bf16 weights and gradients, blocks together": with_layers(
+        config_of(
+            "adamw",
+            parallel={"pp": 2, "ep": 2},
+            batch_size=24,
+            precision="bf16",
+            weight_dtype="bfloat16",
+            gradient_dtype="bfloat16",
+        )
+    ),
 }
+TOGETHER = 200_000
+"""Bytes that several blocks have, and one has not."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_costs_are_those_of_a_plan_with_the_other_value(name: str) -> None:
-    """A thousand of the bytes sent are those of losses, loads and the gradient norm. Bytes kept are
-    equal, but for the gradients of multi-token prediction, which come at other times: 2 %."""
+    """At most 1300 of the bytes sent are those of losses, loads and the gradient norm; 1 % of them
+    all is more than twice as much. Bytes kept are equal, but for the gradients of multi-token
+    prediction, which come at other times: 2 %."""
+    small = TOGETHER if "together" in name else 0
     runs: dict[tuple[str, int], Any] = {}
     with worker_processes() as workers:
         for gather in ("stage", "block"):
             parallel = replace(CASES[name].parallel, gather=gather)  # type: ignore[arg-type]
             config = replace(CASES[name], parallel=parallel)
             for rank in (0, 2):
-                runs[gather, rank] = workers.submit(dry_run_of_units, config, 4, Assumed(), rank)
+                runs[gather, rank] = workers.submit(
+                    dry_run_of_units, config, 4, Assumed(), rank, small
+                )
         costs = {key: run.result(timeout=120).gathering for key, run in runs.items()}
     for rank in (0, 2):
         for gather, other in (("stage", "block"), ("block", "stage")):
             walked, real = costs[gather, rank][other], costs[other, rank][other]
-            assert walked.sent == pytest.approx(real.sent, abs=1100)
+            assert walked.sent == pytest.approx(real.sent, abs=1300)
             assert walked.kept == pytest.approx(real.kept, rel=0.02 if name == "mtp" else 0)
         assert costs["stage", rank]["block"].sent > 3 * costs["stage", rank]["stage"].sent
 

@@ -4,13 +4,13 @@ and only need parameters and give gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lather.boxes import gradient_dtype
 from lather.config.config import Config, ParallelConfig
@@ -25,7 +25,7 @@ from lather.models.saving.weight_gradients import DeferredGradient
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline.chunk import ChunkTape, MicroBatch
 from lather.pipeline.executor import Activation, Executor
-from lather.pipeline.gathering import GATHERED, Pass, Units, Visit, visits_of
+from lather.pipeline.gathering import GATHERED, Pass, Units, visited_modules
 from lather.pipeline.model_part import Stage
 from lather.pipeline.segments import Segments, Steps
 
@@ -104,9 +104,9 @@ class _EmptyPasses(Segments):
         parameters: Pass = GATHERED,
     ) -> Steps[Tensor]:
         self._stages[id(tape)] = stage
-        for units in visits_of(stage, self.units, self.num_depths):
+        for visited in visited_modules(stage, self.num_depths):
             with parameters.visit():
-                yield from _turns(units, 3)
+                yield from _turns(visited, 3)
         return torch.empty(_NOTHING, device=tape.micro_batch.tokens_BS.device)
 
     def backward(
@@ -118,35 +118,38 @@ class _EmptyPasses(Segments):
         defer: bool = False,
     ) -> Steps[Tensor | None]:
         stage = self._stages.pop(id(tape))
-        for units in reversed(visits_of(stage, self.units, self.num_depths)):
+        for visited in reversed(visited_modules(stage, self.num_depths)):
             with parameters.visit():
-                yield from _turns(units, 2)
-                self._give_gradients(units, of_experts=True, defer=defer)
-                yield from _turns(units, 0 if defer else 1)
-                self._give_gradients(units, of_experts=False, defer=defer)
+                yield from _turns(visited, 2)
+                self._give_gradients(visited, of_experts=True, defer=defer)
+                yield from _turns(visited, 0 if defer else 1)
+                self._give_gradients(visited, of_experts=False, defer=defer)
         if stage.index == 0:
             return None
         return torch.empty(_NOTHING, device=tape.micro_batch.tokens_BS.device)
 
-    def _give_gradients(self, units: Visit, *, of_experts: bool, defer: bool) -> None:
+    def _give_gradients(
+        self, visited: Sequence[nn.Module], *, of_experts: bool, defer: bool
+    ) -> None:
         """Give the parameters of the experts a gradient, or all others; later, if those of blocks
-        are deferred."""
-        for unit in units:
-            layers = [layer for layer in unit.modules.modules() if isinstance(layer, Experts)]
+        are deferred. The head has the final norm in its unit."""
+        for module in visited:
+            owner = module if isinstance(module, Block) else self.units[module].modules
+            layers = [layer for layer in owner.modules() if isinstance(layer, Experts)]
             experts = {p for layer in layers for p in layer.parameters()}
             gradients = [
                 DeferredGradient(p, partial(torch.empty_like, p, dtype=gradient_dtype(p)))
-                for p in unit.modules.parameters()
+                for p in owner.parameters()
                 if p.requires_grad and (p in experts) == of_experts
             ]
-            if defer and isinstance(unit.modules[0], Block):
+            if defer and isinstance(module, Block):
                 self.weight_gradients.entries += gradients
             else:
                 self.weight_gradients.run(gradients)
 
 
-def _turns(units: Visit, number: int) -> Steps[None]:
+def _turns(visited: Sequence[nn.Module], number: int) -> Steps[None]:
     """Stop where `Segments` stops for the exchanges of a block with experts."""
-    block = units[0].modules[0]
-    if len(units) == 1 and isinstance(block, Block) and isinstance(block.mlp, MoE):
+    block, *others = visited
+    if not others and isinstance(block, Block) and isinstance(block.mlp, MoE):
         yield from [None] * number

@@ -1,5 +1,5 @@
 """Gathers the parameters of a stage block by block: just before a block computes, and at most one
-block ahead. Consecutive blocks that are small are gathered as one (`SMALL`).
+block ahead. Consecutive blocks that are small are gathered as one unit (`SMALL`).
 
     forward     gather the next block | compute | free
     backward    gather the previous block | compute | sum the gradients over data ranks | free
@@ -44,8 +44,8 @@ Visit = Sequence[FsdpUnit]
 """The units that a part of a pass needs."""
 
 SMALL = 2**24
-"""Bytes of parameters that a unit of several blocks has at least, if its stage has so many. Smaller
-gathers would take longer to start than to travel: at 50 GB/s these bytes take 0.3 ms."""
+"""Bytes of parameters, as they are stored, from which on a unit takes no further block; the last of
+a stage may have fewer. Each gather takes time to start, and these bytes take 0.3 ms at 50 GB/s."""
 
 
 def shard_part(
@@ -86,9 +86,9 @@ def _groups_of_blocks(stage: Stage) -> Iterator[list[nn.Module]]:
         yield [block]
 
 
-def visits_of(stage: Stage, units: Units, num_depths: int) -> list[Visit]:
-    """Return what a forward pass through the stage visits, in order, with so many depths of
-    multi-token prediction; a backward pass visits the same from last to first."""
+def visited_modules(stage: Stage, num_depths: int) -> list[tuple[nn.Module, ...]]:
+    """Return the modules that each visit of a forward pass through the stage needs, in order, with
+    so many depths of multi-token prediction; a backward pass visits them from last to first."""
     modules: list[tuple[nn.Module, ...]] = [(block,) for block in stage.blocks]
     if stage.embed_tokens is not None:
         modules.insert(0, (stage.embed_tokens,))
@@ -97,7 +97,7 @@ def visits_of(stage: Stage, units: Units, num_depths: int) -> list[Visit]:
         for block in stage.mtp_blocks[:num_depths]:
             assert stage.mtp_embed_tokens is not None
             modules += [(stage.mtp_embed_tokens, block), (block,), (stage.lm_head, block)]
-    return [[units[module] for module in visited] for visited in modules]
+    return modules
 
 
 PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.OVERLAP})
@@ -162,7 +162,8 @@ class Gathering:
     ) -> None:
         """`by_block`: whether passes gather; if not, the table has actions that do."""
         self._visits = {
-            index: visits_of(stage, units, num_depths) for index, stage in stages.items()
+            index: [[units[each] for each in visit] for visit in visited_modules(stage, num_depths)]
+            for index, stage in stages.items()
         }
         self._stages = {unit: stage for stage in self._visits for unit in self.units_of(stage)}
         """A stage of each unit; a unit may belong to two."""
