@@ -20,7 +20,7 @@ from lather.data.config import DataConfig
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
-from lather.memory.dry_rank import DOCUMENTS
+from lather.memory.dry_rank import DOCUMENTS, dry_rank
 from lather.memory.dry_run import RankRun, dry_run, refresh_at_every_step
 from lather.memory.workers import Assumed
 from lather.models.families import FAMILIES
@@ -122,6 +122,16 @@ def planned_rank(config: Config, world_size: int, small: int) -> RankRun:
     """Plan the first rank, in a process of `worker_processes`."""
     with patch.object(gathering, "SMALL", small):
         return dry_run(config, world_size, Assumed("cpu"), 0)
+
+
+def sizes_of_units(config: Config, world_size: int, small: int) -> list[int]:
+    """Return the number of modules of each unit of the first rank, in a process of
+    `worker_processes`."""
+    with (
+        patch.object(gathering, "SMALL", small),
+        dry_rank(config, world_size, Assumed("cpu"), 0) as dry,
+    ):
+        return [len(unit.modules) for unit in dict.fromkeys(dry.engine.units.values())]
 
 
 def _train(

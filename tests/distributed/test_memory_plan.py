@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planned_runs import counted_run, planned_rank, run_config
+from planned_runs import counted_run, planned_rank, run_config, sizes_of_units
 from ranks import run_ranks
 
 from lather.config.config import Config
@@ -72,13 +72,15 @@ def test_planned_peaks_with_multi_token_prediction() -> None:
     assert largest_error(config, 4, planned) < TOLERANCE
 
 
-@pytest.mark.parametrize("small", [0, 2 * 10**6])
-def test_planned_peaks_with_gathers_and_gradients_in_bf16(small: int) -> None:
-    """Experts are this rank's alone, and rounded block by block: one by one, or two at a time."""
+@pytest.mark.parametrize(("small", "sizes"), [(0, [1] * 5 + [2]), (2 * 10**6, [3, 1, 1, 2])])
+def test_planned_peaks_with_gathers_and_gradients_in_bf16(small: int, sizes: list[int]) -> None:
+    """Experts are this rank's alone, and rounded unit by unit. The last units are the embedding,
+    and the head with the norm."""
     config = run_config("adamw", precision="bf16", length=140, parallel={"ep": 2})
     loop = replace(config.train, gradient_dtype="bfloat16", rounded_weights="block")
     narrow = replace(config, train=loop)
     with worker_processes() as pool:
+        assert pool.submit(sizes_of_units, narrow, 2, small).result() == sizes
         planned, wide = (
             pool.submit(planned_rank, each, 2, small).result().peak for each in (narrow, config)
         )
