@@ -125,15 +125,18 @@ class TrainingState:
         formats."""
         assert self.optimizer is not None
         formats = self.optimizer.formats()
-        for param, piece in self.optimizer.state_pieces():
-            in_16_bits = {
+        in_16_bits = {
+            param: {
                 key: len(entry.shape)
-                for form in formats[param].values()
+                for form in of_param.values()
                 if form.is_whole
                 for key, entry in form.stored.items()
             }
+            for param, of_param in formats.items()
+        }
+        for param, piece in self.optimizer.state_pieces():
             # codes and diagonal have other numbers of rows, of which one may be that of experts
-            is_whole = len(piece.shape) == in_16_bits.get(piece.name)
+            is_whole = len(piece.shape) == in_16_bits[param].get(piece.name)
             for part in _pieces(self._infos[param], piece, is_whole=is_whole):
                 yield param, formats[param], part
 
