@@ -153,6 +153,22 @@ def test_the_rest_takes_torchs_fused_kernel_where_its_dtypes_allow(
     assert taken == ([2] if is_fused else [])
 
 
+def test_adamw_gives_the_same_bits_wherever_a_vector_is_cut() -> None:
+    """Without care torch's kernel gives other bits to one element in a hundred here."""
+    torch.manual_seed(5)
+    lengths = [*range(1, 90), 1023, 1024, 1025, 1040, 2500]
+    whole = nn.Parameter(torch.randn(sum(lengths)))
+    pieces = [nn.Parameter(piece.clone()) for piece in whole.detach().split(lengths)]
+    optimizers = AdamW([whole], 1e-2), AdamW(pieces, 1e-2)
+    for _ in range(10):
+        whole.grad = torch.randn_like(whole)
+        for piece, grad in zip(pieces, whole.grad.split(lengths), strict=True):
+            piece.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(torch.cat([piece.detach() for piece in pieces]), whole)
+
+
 @pytest.mark.parametrize("size", [3, 16, 21])
 def test_vectors_of_any_length_have_adams_moments_and_weights(size: int) -> None:
     """On a CPU the last elements, which fill no vector register, are updated apart."""

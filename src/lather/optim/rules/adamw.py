@@ -7,8 +7,8 @@ allow it, torch's fused kernel takes the step in one launch without temporaries.
 
 On a CPU that kernel rounds the last elements of a tensor, which do not fill a vector register,
 differently from the others. Which elements are last depends on how a parameter is sharded, but
-results must not: the last elements of all parameters are therefore concatenated, padded to whole
-registers, and updated by the kernel together.
+results must not. The last elements of all parameters, and small parameters as a whole, are
+therefore concatenated, padded to whole registers, and updated by the kernel together.
 """
 
 from __future__ import annotations
@@ -28,6 +28,25 @@ from lather.torch_private import foreach_copy_, fused_adamw_
 
 VECTOR = 16
 """Elements in the longest vector register of a CPU."""
+SMALL = 1024
+"""Elements from which on a tensor is divided; all elements of a smaller one are concatenated, since
+that takes less time than to divide it."""
+
+
+def _divided(
+    tensors: Tensors, sizes: Sequence[int], tails: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Divide tensors of these sizes into those parts that fill whole registers and their last
+    elements, of which each has so many (`tails`). Empty tensors are left out."""
+    begins, ends = list[Tensor](), list[Tensor]()
+    for x, size, tail in zip(tensors, sizes, tails, strict=True):
+        flat = x if x.dim() == 1 or not tail else x.view(-1)
+        if 0 < tail < size:
+            begin, flat = flat.split([size - tail, tail])
+            begins.append(begin)
+        if size:
+            (ends if tail else begins).append(flat)
+    return begins, ends
 
 
 def adam_moments(matrix: Matrix, momentum: str = "exp_avg") -> dict[str, Entry]:
@@ -83,22 +102,18 @@ class AdamWRule(Rule):
         if dtype == torch.bfloat16 or dtypes != {dtype}:
             return False
         four = (weights, grads, states["exp_avg"], states["exp_avg_sq"])
-        remainders = [x.numel() % VECTOR for x in weights]
-        if is_gpu(weights[0]) or not any(remainders):
+        sizes = [x.numel() for x in weights]
+        tails = [n % VECTOR and (n if n < SMALL else n % VECTOR) for n in sizes]
+        if is_gpu(weights[0]) or not any(tails):
             self._fused(four, t, lr)
             return True
-        whole, rests = [list[Tensor]() for _ in four], [list[Tensor]() for _ in four]
-        for kind, tensors in enumerate(four):
-            for x, remainder in zip(tensors, remainders, strict=True):
-                begin, *end = [x] if remainder == 0 else x.view(-1).tensor_split([-remainder])
-                whole[kind] += [begin] if begin.numel() else []
-                rests[kind] += end
-        lengths = list(map(len, rests[0]))
-        padding = (0, -sum(lengths) % VECTOR)
-        filled = [torch.nn.functional.pad(torch.cat(rest), padding) for rest in rests]
-        self._fused([[*tensors, x] for tensors, x in zip(whole, filled, strict=True)], t, lr)
+        divided = [_divided(tensors, sizes, tails) for tensors in four]
+        padding = weights[0].new_zeros(-sum(tails) % VECTOR)
+        filled = [torch.cat([*ends, padding]) for _, ends in divided]
+        self._fused([[*x, end] for (x, _), end in zip(divided, filled, strict=True)], t, lr)
+        lengths = list(filter(None, tails))
         for kind in (0, 2, 3):
-            foreach_copy_(rests[kind], list(filled[kind][: sum(lengths)].split(lengths)))
+            foreach_copy_(divided[kind][1], list(filled[kind][: sum(tails)].split(lengths)))
         return True
 
     def _fused(self, four: Sequence[Tensors], t: int, lr: float) -> None:
