@@ -26,7 +26,8 @@ from lather import cli
 from lather.commands.options import options_of_command
 from lather.config.config import Config
 from lather.config.fields import Field, fields_of
-from lather.config.optim import KINDS, KindConfig, OptimConfig
+from lather.config.kind_config import KINDS, KindConfig
+from lather.config.optim import OptimConfig
 from lather.models.rotary import YarnConfig
 from lather.optim.options import documentation_of
 from lather.train.metrics import AttentionLogitsRow, ExpertLoadRow, StepRow, ValidationRow

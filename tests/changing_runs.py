@@ -8,7 +8,7 @@ from lather.config.config import Config
 from lather.data.order import MixturePhase
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
-from lather.engine.step import TrainStep, learning_rate, pick_device
+from lather.engine.step import TrainStep, learning_rates, pick_device
 from lather.files import read_rows
 from lather.parallel.mesh import Mesh
 from lather.train.loop import train
@@ -70,7 +70,7 @@ def uninterrupted(
                 group.update({key: value for key, value in new.items() if key != "params"})
         found.append(
             step(
-                batches.batch(number), learning_rate(number, config.optim, config.train.steps)
+                batches.batch(number), learning_rates(number, config.optim, config.train.steps)
             ).loss
         )
     return found

@@ -57,7 +57,7 @@ def test_bash_completes_commands_options_and_values(
     assert found == [
         "train",
         "--optim.schedule",
-        "constant linear cosine wsd",
+        "constant linear cosine wsd 1-sqrt power",
         "soap_muon",
         "checkpoint",
         "--world",
@@ -76,5 +76,5 @@ def test_other_shells_and_none(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--{option}" in zsh
         assert f"-l {option}" in fish
     for text in (zsh, fish):
-        assert "constant linear cosine wsd" in text
+        assert "constant linear cosine wsd 1-sqrt power" in text
     assert main(["completion", "--help"]) == 0

@@ -13,7 +13,7 @@ import tomli_w
 from lather.commands.train import read_arguments
 from lather.config.config import Config
 from lather.config.fields import field_names
-from lather.config.optim import KINDS
+from lather.config.kind_config import KINDS
 from lather.config.toml_file import REPLACED, config_to_toml
 from lather.train.start import start_of
 from tiny_run import run, write_config

@@ -60,6 +60,18 @@ def test_a_change_counts_from_the_step_at_which_the_run_goes_on(
     assert (row.step, row.describe()) == (4, note.rpartition(";")[0])
 
 
+def test_the_schedule_of_a_kind_may_change_and_its_rate_is_noted(make_config: MakeConfig) -> None:
+    rest = {"schedule": "constant", "warmup_steps": 0.9}
+    before, after = make_config(), make_config(train={"steps": 8}, optim={"rest": rest})
+    run(before)
+    notes = run(after)
+    assert losses(after.run_dir) == uninterrupted(before, after)
+    [note] = [text for text in notes if text.startswith("from step 5 on: ")]
+    assert "optim.rest.schedule none -> constant, optim.rest.warmup_steps none -> 0.9" in note
+    peak = 8 * 0.01 * 5 / 7  # of a warm-up of 7 steps
+    assert note.endswith(f", of router {peak:.3g}, of rest {peak:.3g}")
+
+
 def test_state_in_8_bits_resumes_and_returns_to_fp32(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +177,8 @@ def test_fields_of_each_class() -> None:
     names = set(field_names(Config))
     for expected, fields in {
         "free": "train.micro_batch_size train.device parallel.pp log.every data.source moe.memory",
-        "changeable": "train.steps optim.lr optim.weight_decay optim.rest.lr_factor data.weights",
+        "changeable": "train.steps optim.lr optim.weight_decay optim.rest.lr_factor data.weights "
+        "optim.schedule optim.decay_power optim.rest.warmup_steps",
         "fixed": "seed model.hidden_size train.batch_size train.precision optim.name data.packing",
     }.items():
         assert {*fields.split()} <= names

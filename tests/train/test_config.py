@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lather.config.config import Config
 from lather.config.fields import fields_of
-from lather.config.optim import KindConfig
+from lather.config.kind_config import KindConfig
 from lather.config.toml_file import config_from_mapping, config_to_toml, load_config
 from lather.errors import ConfigError
 from lather.formats import RUN

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lather.commands.train import read_arguments
-from lather.config.optim import KINDS, OptimConfig, optim_config
+from lather.config.kind_config import KINDS
+from lather.config.optim import OptimConfig, optim_config
 from lather.config.rule_fields import DECIDED, option_fields
 from lather.config.toml_file import config_from_mapping, config_to_toml, load_config
 from lather.errors import ConfigError, as_toml

@@ -230,6 +230,7 @@ def test_the_top_names_the_run_and_each_start(run: Path, config: Config) -> None
         f"deepseek_v2, {trained / 1e6:,.2f} M parameters, of which a token meets "
     )
     assert facts["rule and peak rates"] == config.resolved().optim.describe_rates()
+    assert facts["schedule"] == "linear, 2 steps of warm-up"
     assert facts["step"] == "4 sequences of 16 tokens, 64 tokens, in fp32"
     assert data["starts"] == [
         ["when", "from step", "ranks", "device", "threads", "torch"],

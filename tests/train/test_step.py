@@ -1,16 +1,14 @@
 """One optimizer step: the gradient is that of the whole batch, it is clipped, and a gradient that
 is not finite changes nothing."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from lather.config.config import Config, MoEConfig
@@ -19,7 +17,7 @@ from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.engine.engine import build_engine, build_model
 from lather.engine.optimizer import build_optimizer
-from lather.engine.step import TrainStep, learning_rate, pick_device
+from lather.engine.step import Rates, TrainStep, learning_rates, pick_device
 from lather.errors import ConfigError
 from lather.models.decoder import Decoder
 from lather.optim import SOAP, MatrixOptimizer
@@ -30,64 +28,10 @@ from train.tiny_steps import CPU, gradients_of_step, state_bits, train_step
 MakeModel = Callable[..., Decoder]
 Tokens = Callable[..., Tensor]
 
-SCHEDULES = ["constant", "linear", "cosine", "wsd"]
-
 
 def optimizer_of(model: Decoder, name: str = "soap") -> MatrixOptimizer:
     options = {"precondition_frequency": 2} if name == "soap" else {}
     return build_optimizer(optim_config(name, **options), model.named_parameters())
-
-
-# --- learning rate --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_rate_at_the_ends_of_warm_up_and_decay(schedule: str) -> None:
-    config = optim_config(
-        lr=2.0, schedule=schedule, warmup_steps=10, decay_fraction=0.25, min_lr_ratio=0.1
-    )
-    rates = [learning_rate(step, config, 100) for step in range(1, 101)]
-    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
-    assert rates[9] == 2.0
-    assert rates[-1] == (2.0 if schedule == "constant" else pytest.approx(0.2))
-    step, rate = {"constant": (55, 2.0), "wsd": (75, 2.0)}.get(schedule, (55, 1.1))
-    assert learning_rate(step, config, 100) == pytest.approx(rate)
-
-
-def test_wsd_is_constant_and_then_linear() -> None:
-    config = optim_config(
-        lr=1.0, schedule="wsd", warmup_steps=10, decay_fraction=0.2, min_lr_ratio=0.0
-    )
-    rates = [learning_rate(step, config, 100) for step in range(10, 101)]
-    assert rates == pytest.approx([1.0] * 71 + [1 - step / 20 for step in range(1, 21)])
-
-
-@pytest.mark.parametrize(("schedule", "rate"), [("constant", 1.0), ("linear", 0.9)])
-def test_without_warm_up_the_first_step_is_on_the_schedule(schedule: str, rate: float) -> None:
-    config = optim_config(lr=1.0, warmup_steps=0, schedule=schedule, min_lr_ratio=0.0)
-    assert learning_rate(1, config, 10) == pytest.approx(rate)
-
-
-@given(
-    st.sampled_from(SCHEDULES),
-    st.integers(1, 300),
-    st.integers(0, 400),
-    st.floats(0.01, 1),
-    st.floats(0, 1),
-    st.floats(1e-6, 10),
-)
-@settings(deadline=None, max_examples=100)
-def test_the_rate_stays_between_its_ends_and_never_rises(
-    schedule: str, steps: int, warmup: int, decay: float, ratio: float, lr: float
-) -> None:
-    config = optim_config(
-        lr=lr, schedule=schedule, warmup_steps=warmup, decay_fraction=decay, min_lr_ratio=ratio
-    )
-    rates = [learning_rate(step, config, steps) for step in range(1, steps + 1)]
-    assert all(0 < rate <= lr * (1 + 1e-12) for rate in rates[:warmup])
-    after = rates[warmup:]
-    assert all(lr * ratio * (1 - 1e-12) <= rate <= lr * (1 + 1e-12) for rate in after)
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(after))
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -293,20 +237,37 @@ def test_the_options_of_the_configuration_reach_the_optimizer(make_model: MakeMo
         assert {key: groups[name][key] for key in expected} == expected
 
 
-def test_all_groups_follow_one_schedule(make_model: MakeModel, tokens: Tokens) -> None:
-    model = make_model()
+def test_all_groups_follow_one_schedule_or_that_of_their_kind(
+    make_model: MakeModel, tokens: Tokens
+) -> None:
+    """The router's rate is its own, and its schedule that of the rest."""
+    rest = {"lr_factor": 3.0, "warmup_steps": 0, "schedule": "1-sqrt", "min_lr_ratio": 0.0}
     config = optim_config(
-        "muon", lr=0.02, experts={"lr": 0.03}, rest={"lr_factor": 3.0}, router={"lr": 0.01}
+        "muon", lr=0.02, experts={"lr": 0.03}, warmup_steps=2, rest=rest, router={"lr": 0.01}
     )
+    model = make_model()
     step = train_step(model, build_optimizer(config, model.named_parameters()))
+
+    def rates_of(lr: Rates) -> dict[str, float]:
+        step(Batch.of_tokens(tokens(0)), lr)
+        groups = step.optimizer.param_groups
+        return {group["param_names"][0].split(".")[-2]: group["lr"] for group in groups}
+
+    peaks = {"q_proj": 0.02, "experts": 0.03, "embed_tokens": 0.06, "gate": 0.01}
     for share in (1.0, 0.5, 0.0):
-        step(Batch.of_tokens(tokens(0)), 0.02 * share)
-        found = {
-            group["param_names"][0].split(".")[-2]: group["lr"]
-            for group in step.optimizer.param_groups
-        }
-        expected = {"q_proj": 0.02, "experts": 0.03, "embed_tokens": 0.06, "gate": 0.01}
-        assert found == pytest.approx({name: share * lr for name, lr in expected.items()})
+        expected = {name: share * lr for name, lr in peaks.items()}
+        assert rates_of(0.02 * share) == pytest.approx(expected)
+    shares = {1: (0.5, 1.0), 9: (1.0, 1 - math.sqrt(0.5)), 10: (0.1, 0.0)}
+    config = replace(config, schedule="constant", rest=replace(config.rest, decay_fraction=0.2))
+    for number, (of_matrices, of_rest) in shares.items():
+        ends = replace(config, schedule="linear") if number == 10 else config
+        found = rates_of(learning_rates(number, ends, 10))
+        assert found == pytest.approx(
+            {
+                name: (of_matrices if name in ("q_proj", "experts") else of_rest) * lr
+                for name, lr in peaks.items()
+            }
+        )
 
 
 @pytest.mark.parametrize("name", RULES)

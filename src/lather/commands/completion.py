@@ -17,7 +17,7 @@ from lather.commands.bench import BENCHMARKS
 from lather.commands.help import ALL, SECTIONS
 from lather.commands.options import CommandOption, options_of_command
 from lather.config.config import Config
-from lather.config.optim import KINDS
+from lather.config.kind_config import KINDS
 from lather.errors import UserError
 from lather.lines import fit
 from lather.models.families import FAMILIES

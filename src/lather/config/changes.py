@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lather.config.config import Config
+from lather.config.rate_schedule import SCHEDULE_OPTIONS
 from lather.data.order import MixturePhase
 from lather.errors import RunError, as_toml
 from lather.files import read_text
@@ -49,16 +50,16 @@ CHANGEABLE = (
     *("data.path", "data.weights", "train.max_grad_norm", "train.qk_clip", "train.steps"),
     *("moe.balance_coefficient", "moe.z_loss_coefficient"),
     *("train.gradient_dtype", "train.mtp_loss_weight", "train.weight_dtype"),
-    *("optim.decay_fraction", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_steps"),
 )
 """Keys. For `data.path` only the number of data sets counts: the same data sets may move to other
 places."""
 CHANGEABLE_OPTIONS = (
     *("eps", "lr", "lr_factor", "momentum", "weight_decay", "weight_decay_method"),
     *("precondition_frequency", "stagger_refresh", "state_dtype", "weight_rounding"),
+    *SCHEDULE_OPTIONS,
 )
-"""Options of rules, of `[optim]` and of its kinds, on which the optimizer state does not depend, or
-to which it is converted.
+"""Options of rules and schedules, of `[optim]` and of its kinds, on which the optimizer state does
+not depend, or to which it is converted.
 Betas are fixed: bias correction assumes that they were the same at every step."""
 FIXED = ("data.packing", "data.packed_attention")
 """Keys that are fixed although their section is free."""

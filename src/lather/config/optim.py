@@ -1,5 +1,5 @@
-"""`[optim]`: a rule with all its options, settings of each kind of parameters, and the
-learning-rate schedule.
+"""`[optim]`: a rule with all its options, settings of each kind of parameters, and learning-rate
+schedules.
 
     [optim]             name = "muon", its options, the schedule
     [optim.experts]     routed experts                      rule: that of [optim]
@@ -11,17 +11,27 @@ learning-rate schedule.
 The fields depend on the rules, so each choice of rules has a dataclass of its own: `optim_class`
 creates it, and `optim_config` an instance. A kind with the rule of `[optim]` inherits all options
 from there. A kind with another rule inherits weight decay and the options that every rule has; its
-other defaults are those of its rule.
+other defaults are those of its rule. Options of the schedule that a kind leaves out are those of
+`[optim]`, or for a router without a rule those of the rest.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from lather.argument import Argument
+from lather.config.kind_config import KINDS, KindConfig
+from lather.config.rate_schedule import (
+    SCHEDULE_OPTIONS,
+    DecayFraction,
+    MinRatio,
+    RateSchedule,
+    Shape,
+    WarmupSteps,
+)
 from lather.config.rule_fields import (
     MEASURED_TOKENS,
     as_text,
@@ -36,19 +46,8 @@ from lather.config.rule_fields import (
 )
 from lather.errors import ConfigError, require
 from lather.optim import Rule
-from lather.optim.options import Range, Steps, name_of, options_of
+from lather.optim.options import Positive, name_of, options_of
 from lather.optim.rules import RULES
-
-KINDS = {
-    "experts": "Routed experts, where their settings differ from [optim].",
-    "matrices": (
-        "Matrices other than experts, embeddings, head and router, "
-        "where their settings differ from [optim]."
-    ),
-    "router": "Routers: with the settings of [optim.rest], unless a rule is given.",
-    "rest": "Embeddings, head, norms and biases.",
-}
-"""Kinds of parameters, with their description in `--help`."""
 
 RuleNames = tuple[tuple[str, str], ...]
 """Names of rules by kind, which can be hashed."""
@@ -78,14 +77,17 @@ class OptimConfig:
     lr: float | None = None
     """Peak learning rate of matrices and experts; left out: the rule's default for the number of
     tokens in a step."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "linear"
-    """Shape of the learning rate after warm-up, for all parameters; wsd: constant, then linear
-    decay over the last decay_fraction."""
-    warmup_steps: Steps = 20
-    """Steps of linear warm-up."""
-    decay_fraction: Annotated[float, Range("in (0, 1]", lambda share: 0 < share <= 1)] = 0.2
-    """Fraction of the run over which wsd decays."""
-    min_lr_ratio: Annotated[float, Range("in [0, 1]", lambda ratio: 0 <= ratio <= 1)] = 0.1
+    schedule: Shape = "linear"
+    """Shape of the learning rate after warm-up. linear and cosine: decay over the rest of the run.
+    wsd, 1-sqrt and power: constant, then a cooldown over the last decay_fraction: linear, 1 -
+    sqrt(x), or (1 - x)^decay_power at a fraction x of the cooldown."""
+    warmup_steps: WarmupSteps = 20
+    """Steps of linear warm-up, or below 1 their fraction of the run."""
+    decay_fraction: DecayFraction = 0.2
+    """Fraction of the run that is the cooldown of wsd, 1-sqrt and power, at least one step."""
+    decay_power: Positive = 2.0
+    """Exponent of the cooldown of power; 1: that of wsd."""
+    min_lr_ratio: MinRatio = 0.1
     """Learning rate at the end of the decay, as a fraction of the peak."""
 
     rules: ClassVar[Mapping[str, type[Rule]]]
@@ -105,6 +107,8 @@ class OptimConfig:
         require(names == self.rule_names, "optim", dict(names), constraint)
         self.rule  # noqa: B018 - its construction checks its options
         self._rules  # noqa: B018
+        for kind in ("rest", *KINDS):  # the rest first: a router inherits from it
+            check_ranges(self.schedule_of(kind), f"optim.{kind}.")
 
     @functools.cached_property
     def rule(self) -> Rule:
@@ -147,21 +151,31 @@ class OptimConfig:
             options = {
                 **{name: value for name, value in defaults.items() if value is not None},
                 **{name: getattr(self, name) for name in inherited_by(rule, above)},
-                **self._options_of(kind),
+                **self._set_in(kind, option_fields(rule).keys() - {"lr"}),
                 **{"lr": self.lr_of(kind), "nonfinite": "ignore", "matrix_layout": layout},
             }
             rules[kind] = _make_rule(rule, options, f"optim.{kind}.")
         return rules
 
-    def _options_of(self, kind: str) -> dict[str, Any]:
-        """Return the options that the section of a kind sets; a router without a rule of its own
-        has those of the rest, too."""
+    def _set_in(self, kind: str, names: Collection[str]) -> dict[str, Any]:
+        """Return those of the named options that the section of a kind sets; a router without a
+        rule of its own has those of the rest, too."""
         section = self.section(kind)
-        names = option_fields(self.rules[kind]).keys() - {"lr"}
         options = {name: getattr(section, name) for name in names}
         options = {name: value for name, value in options.items() if value is not None}
         inherits = kind == "router" and not section.rule
-        return self._options_of("rest") | options if inherits else options
+        return self._set_in("rest", names) | options if inherits else options
+
+    def schedule_of(self, kind: str = "") -> RateSchedule:
+        """Return the schedule of a kind of parameters, or that of `[optim]`."""
+        values = {name: getattr(self, name) for name in SCHEDULE_OPTIONS}
+        return RateSchedule(**values | (self._set_in(kind, SCHEDULE_OPTIONS) if kind else {}))
+
+    def own_schedules(self, *, has_experts: bool = True) -> dict[str, RateSchedule]:
+        """Return the schedules of kinds of a model with or without experts that do not have that of
+        `[optim]`."""
+        schedules = {kind: self.schedule_of(kind) for kind in _kinds(has_experts)}
+        return {kind: each for kind, each in schedules.items() if each != self.schedule_of()}
 
     def lr_of(self, kind: str) -> float:
         """Return the peak learning rate of one kind."""
@@ -190,7 +204,7 @@ class OptimConfig:
         """Name the rule and the peak learning rate of every kind of parameters that a model with
         or without experts has."""
         kinds: dict[str, list[str]] = {}
-        for kind in KINDS if has_experts else ("matrices", "rest"):
+        for kind in _kinds(has_experts):
             rate = f"{name_of(self.rules[kind])} at {self.lr_of(kind):.3g}"
             kinds.setdefault(rate, []).append(kind)
         return "; ".join(f"{rate} for {' and '.join(names)}" for rate, names in kinds.items())
@@ -217,20 +231,8 @@ class OptimConfig:
         return functools.partial(optim_config, **asdict(self)), ()
 
 
-@dataclass(frozen=True)
-class KindConfig:
-    """Settings of one kind of parameters."""
-
-    rule: str = ""
-    """Rule of these parameters, if it differs; --help optim then shows the options of that rule."""
-    lr: float | None = None
-    """Peak learning rate of these parameters; left out: lr_factor times optim.lr."""
-    lr_factor: float | None = None
-    """Peak learning rate of these parameters as a factor of optim.lr; left out: the factor of the
-    rules for these parameters."""
-
-    options_rule: ClassVar[type[Rule]]
-    """The rule whose options the class has as fields."""
+def _kinds(has_experts: bool) -> tuple[str, ...]:
+    return tuple(KINDS) if has_experts else ("matrices", "rest")
 
 
 def _make_rule(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
@@ -336,11 +338,10 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]]) -> type[KindConfig]:
             _left_out(name, hint, text, shown(default), hidden=name in inherited)
         )
     about = f"{KINDS[kind]} Rule: {name_of(rule)}."
-    if inherited:
-        flags = (name.replace("_", "-") for name in option_fields(rule) if name in inherited)
-        names = ", ".join(f"--optim.{kind}.{flag}" for flag in flags)
-        source = f"--optim{'.' if above else ''}{above}"
-        about += f" Further options, with defaults from {source}: {names}."
+    further = [*SCHEDULE_OPTIONS, *(name for name in option_fields(rule) if name in inherited)]
+    names = ", ".join(f"--optim.{kind}.{name.replace('_', '-')}" for name in further)
+    source = f"--optim{'.' if above else ''}{above}"
+    about += f" Further options, with defaults from {source}: {names}."
     return make_dataclass(
         f"KindConfig {kind}",
         fields_of_class,

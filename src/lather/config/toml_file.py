@@ -26,7 +26,8 @@ from lather.config.fields import (
     section_at,
     without,
 )
-from lather.config.optim import KINDS, KindConfig, OptimConfig
+from lather.config.kind_config import KINDS, KindConfig
+from lather.config.optim import OptimConfig
 from lather.config.rule_fields import owners
 from lather.config.run_folder import check_format, run_folder
 from lather.config.suggestions import suggestion

@@ -18,6 +18,8 @@ from lather.parallel.local_parameters import LocalParameters
 
 LR_FACTOR = "lr_factor"
 """Key of a group: its learning rate as a factor of `optim.lr` at every step."""
+KIND = "kind"
+"""Key of a group: the kind of its parameters."""
 ROUTERS = ("gate", "shared_expert_gate")
 """Name components that identify the parameters of routers and of the shared experts' gates."""
 NO_MATRICES = (*ADAM_NAMES, "conv1d")
@@ -50,9 +52,10 @@ def build_optimizer(
         ):
             rule = replace(rule, state_dtype=torch.float64)
         factor = config.lr_of(kind) / config.peak_lr if config.peak_lr else 1.0
-        groups.append({"params": named, "rule": rule, "lr": rule.lr, LR_FACTOR: factor})
+        keys = {"rule": rule, "lr": rule.lr, LR_FACTOR: factor, KIND: kind}
+        groups.append({"params": named, **keys})
     # a rank whose layers are all frozen still takes part in steps
-    groups = groups or [{"params": []}]
+    groups = groups or [{"params": [], KIND: "rest"}]
     # checkpoints store the class name
     default, optimizer = (
         config.rule,

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from lather.config.kind_config import KINDS
 from lather.config.optim import OptimConfig
 from lather.data.batches import Batch
 from lather.device import Read, gpu_module, is_gpu, read
 from lather.engine.engine import Engine
-from lather.engine.optimizer import LR_FACTOR
+from lather.engine.optimizer import KIND, LR_FACTOR
 from lather.engine.qk_clip import clip_logits_
 from lather.engine.step_reading import StepReading, StepResult
 from lather.errors import ConfigError
@@ -24,27 +26,19 @@ from lather.parallel.local_parameters import clip_
 
 REFRESHES = ("refreshes_done", "refreshes_skipped")
 """Counters of an optimizer: refreshes since its construction."""
+Rates = float | Mapping[str, float]
+"""`optim.lr` at a step: by one schedule, or by that of each kind of parameters."""
 
 
-def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
-    """Return `optim.lr` at step 1, 2, ..., `steps`: linear warm-up, then the schedule down to
-    `min_lr_ratio` at the last step."""
-    if step <= config.warmup_steps:
-        return config.peak_lr * step / config.warmup_steps
-    start = (
-        config.warmup_steps
-        if config.schedule != "wsd"
-        else max(config.warmup_steps, round(steps * (1 - config.decay_fraction)))
-    )
-    progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
-    linear = 1 - progress
-    shape = {
-        "constant": 1.0,
-        "linear": linear,
-        "wsd": linear,
-        "cosine": (1 + math.cos(math.pi * progress)) / 2,
-    }[config.schedule]
-    return config.peak_lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+def learning_rate(step: int, config: OptimConfig, steps: int, kind: str = "") -> float:
+    """Return `optim.lr` at step 1, 2, ..., `steps`, by the schedule of a kind of parameters or by
+    that of `[optim]`."""
+    return config.schedule_of(kind).rate(config.peak_lr, step, steps)
+
+
+def learning_rates(step: int, config: OptimConfig, steps: int) -> dict[str, float]:
+    """Return `learning_rate` at a step for each kind of parameters, and under "" for `[optim]`."""
+    return {kind: learning_rate(step, config, steps, kind) for kind in ("", *KINDS)}
 
 
 def pick_device(name: str) -> torch.device:
@@ -68,10 +62,10 @@ class TrainStep:
             engine.fill_gaps(optimizer.defer_refreshes())
         self._counters = optimizer.counters
 
-    def __call__(self, batch: Batch, lr: float, *, with_logits: bool = False) -> StepResult:
+    def __call__(self, batch: Batch, lr: Rates, *, with_logits: bool = False) -> StepResult:
         """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, which
-        groups multiply by their factors; `with_logits`: measure the largest attention logits also
-        without `qk_clip`.
+        groups multiply by their factors, or that of each kind; `with_logits`: measure the largest
+        attention logits also without `qk_clip`.
 
         A step whose loss or gradient is not finite changes nothing on any rank. A step without
         labels computes and changes nothing; its loss and norm are NaN.
@@ -83,7 +77,7 @@ class TrainStep:
         with_logits = with_logits or self.qk_clip > 0
         return self.update(self.engine.launch_gradients(batch, with_logits=with_logits), lr)
 
-    def update(self, reading: StepReading, lr: float) -> StepResult:
+    def update(self, reading: StepReading, lr: Rates) -> StepResult:
         """Read the results of the passes, and of the gradients in `engine.parameters`, with one
         wait for the device; clip the gradients, take the optimizer's step, and free them."""
         result, norms = self._read(reading)
@@ -96,7 +90,8 @@ class TrainStep:
                 norm = torch.tensor(result.grad_norm, dtype=parameters.norm_dtype)
                 clip_(parameters.gradients(), norm, self.max_grad_norm)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr * group.get(LR_FACTOR, 1.0)
+                of_kind = lr[group[KIND]] if isinstance(lr, Mapping) else lr
+                group["lr"] = of_kind * group.get(LR_FACTOR, 1.0)
             self.optimizer.step(norms=norms)
             self.engine.balance(result.counts_LE)
             if self.qk_clip and result.logits_AH is not None:

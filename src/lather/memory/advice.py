@@ -22,7 +22,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lather.config.config import Config
-from lather.config.optim import KINDS, optim_config
+from lather.config.kind_config import KINDS
+from lather.config.optim import optim_config
+from lather.config.rate_schedule import SCHEDULE_OPTIONS
 from lather.errors import ConfigError
 from lather.memory.plan import MemoryPlan, allowance_for, plan
 from lather.memory.workers import worker_processes
@@ -366,11 +368,8 @@ def changed(config: Config, changes: Changes, world_size: int | None = None) -> 
     changes = {name: value for name, value in changes.items() if name != "world"}
     try:
         if (rule := changes.get("optim.name")) is not None:
-            shared = ("schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")
-            config = replace(
-                config,
-                optim=optim_config(rule, **{name: getattr(config.optim, name) for name in shared}),
-            )
+            shared = {name: getattr(config.optim, name) for name in SCHEDULE_OPTIONS}
+            config = replace(config, optim=optim_config(rule, **shared))
         config = _replaced(config, {k: v for k, v in changes.items() if k != "optim.name"})
         if world_size is not None:
             config.num_micro_batches(config.parallel.data_ranks(world_size))

@@ -29,7 +29,7 @@ from lather.data.batches import Batch
 from lather.device import Read, deterministic, is_gpu, read
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
-from lather.engine.step import TrainStep, learning_rate, pick_device
+from lather.engine.step import TrainStep, learning_rates, pick_device
 from lather.errors import UserError
 from lather.files import optional_file, read_rows, write_aside
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, on_rank_0
@@ -40,7 +40,7 @@ from lather.train import metrics
 from lather.train.initial_weights import find_weights, load_weights, notes_on_weights
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.metrics import MetricsWriter
-from lather.train.notices import Notices, describe_run
+from lather.train.notices import Notices, describe_run, rates_at
 from lather.train.requests import SAME_REQUEST_SECONDS, RunRequests, TimeLimit
 from lather.train.run_dir import RunData, RunDirectory, open_on_all_ranks
 from lather.train.trained_model import SAMPLE, TrainedModel
@@ -134,8 +134,7 @@ def _prepared_run(
                 "--optim.lr, a tenth or less"
             )
     if start.changes:
-        rate = learning_rate(start.step + 1, config.optim, config.train.steps)
-        display.note(f"{start.changes}; the learning rate of step {start.step + 1} is {rate:.3g}")
+        display.note(f"{start.changes}; {rates_at(start.step + 1, config)}")
     with errors_on_all_ranks(group):
         if run_dir is not None:
             ranks = mesh.describe() if mesh.size > 1 else "1 rank"
@@ -291,12 +290,12 @@ class _TrainingRun:
     def _train_step(self) -> None:
         start = time.perf_counter()
         number = self.progress.step + 1
-        lr = learning_rate(number, self.config.optim, self.config.train.steps)
+        rates = learning_rates(number, self.config.optim, self.config.train.steps)
         is_recorded = _is_due(number, self.config.log.timeline_every)
         if is_recorded:
             self.timeline.begin()
         with_logits = _is_due(number, self.config.log.attention_logits_every)
-        result = self.step(self._batch(number), lr, with_logits=with_logits)
+        result = self.step(self._batch(number), rates, with_logits=with_logits)
         if is_recorded and (of_ranks := gather(self.timeline.end(), self.mesh.control_group)):
             with optional_file(self.path / TIMELINE, self.display.note):
                 append_timeline(self.path / TIMELINE, number, chain.from_iterable(of_ranks))
@@ -308,7 +307,7 @@ class _TrainingRun:
         peak = metrics.take_peak_memory_bytes(self.mesh.device)
         self.memory.record_peak(peak)
         peak = int(self._max_of_ranks(peak))
-        row = metrics.step_row(result, self.progress, lr, seconds, peak)
+        row = metrics.step_row(result, self.progress, rates[""], seconds, peak)
         self._write(row)
         if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.any():
             self._write(metrics.expert_load_row(result.counts_LE, self.progress))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lather.config.config import Config
 from lather.engine.optimizer import build_optimizer
+from lather.engine.step import learning_rate
 from lather.engine.step_reading import StepResult
 from lather.engine.trained_parameters import outline, train_only, trained_parameters
 from lather.models.saving.rounded_weights import narrow_product_weights
@@ -63,6 +64,17 @@ def describe_run(
             "smaller than about 0.3 % of the weight, which late in a run are most: leave it out, "
             "or give 'stochastic'"
         )
+
+
+def rates_at(step: int, config: Config) -> str:
+    """Describe the learning rate at a step, and those of kinds with a schedule of their own."""
+    optim, steps = config.optim, config.train.steps
+    text = f"the learning rate of step {step} is {learning_rate(step, optim, steps):.3g}"
+    for kind, schedule in optim.own_schedules(
+        has_experts=config.model.num_routed_experts > 0
+    ).items():
+        text += f", of {kind} {schedule.rate(optim.lr_of(kind), step, steps):.3g}"
+    return text
 
 
 def _loses_small_changes(config: Config) -> bool:

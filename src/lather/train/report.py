@@ -177,13 +177,18 @@ def facts(config: Config) -> Table:
         table.append(["started from", source])
     batch = f"{train.batch_size:,} sequences of {train.sequence_length:,} tokens"
     tokens = f"{train.batch_size * train.sequence_length:,} tokens"
+    has_experts = config.model.num_routed_experts > 0
+    schedules = {"schedule": optim.schedule_of()} | {
+        f"schedule of {kind}": schedule
+        for kind, schedule in optim.own_schedules(has_experts=has_experts).items()
+    }
     return [
         *table,
         [
             "rule and peak rates",
-            optim.describe_rates(has_experts=config.model.num_routed_experts > 0),
+            optim.describe_rates(has_experts=has_experts),
         ],
-        ["schedule", f"{optim.schedule}, {optim.warmup_steps:,} steps of warm-up"],
+        *([name, each.describe(train.steps)] for name, each in schedules.items()),
         ["data", ", ".join(config.data.path) or config.data.source],
         ["step", f"{batch}, {tokens}, in {train.precision}"],
     ]
