@@ -24,7 +24,8 @@ from tiny_training import EVERY_STEP, Silent, make_config
 
 from lather.checkpoint.folder import list_checkpoints
 from lather.checkpoint.reader import open_checkpoint
-from lather.config.config import CheckpointConfig, Config
+from lather.config.config import Config
+from lather.config.records import CheckpointConfig
 from lather.parallel.mesh import Mesh
 from lather.train.loop import train
 from lather.train.requests import RunRequests

@@ -21,7 +21,8 @@ from google.protobuf.message import DecodeError
 from wandb.proto.wandb_internal_pb2 import Record
 
 from lather.config.changes import values_of
-from lather.config.config import Config, LogConfig
+from lather.config.config import Config
+from lather.config.records import LogConfig
 from lather.files import read_rows
 from lather.train.metrics import MetricsWriter
 
@@ -145,7 +146,7 @@ def test_wandb_without_a_login_records_offline(
 BEREFT = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from lather.config.config import LogConfig
+from lather.config.records import LogConfig
 from lather.train.metrics import MetricsWriter
 
 folder = Path(sys.argv[1])

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from benchmarks import plans
 from lather.cli import main
-from lather.config.config import CheckpointConfig
 from lather.config.optim import optim_config
+from lather.config.records import CheckpointConfig
 from lather.memory import plan_report
 from lather.memory.dry_rank import BUILDING, Load, shortened
 from lather.memory.dry_run import FIRST, RankRun

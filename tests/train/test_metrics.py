@@ -19,7 +19,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lather import files
-from lather.config.config import LogConfig
+from lather.config.records import LogConfig
 from lather.errors import RunError
 from lather.files import read_rows
 from lather.train import metrics, trackers

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
-from lather.config.config import Number
+from lather.config.records import Number
 from lather.console import command_console, is_live
 from lather.data.dataset import NOTES, DataSet, counts_in_words
 from lather.data.hub_files import pinned_recipe

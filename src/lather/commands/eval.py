@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
-from lather.config.config import Number
+from lather.config.records import Number
 from lather.console import command_console, titled_table
 from lather.errors import UserError
 from lather.evaluation.scoring import bytes_per_token, score_set

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from lather.argument import Argument
 from lather.commands.parsing import parse_arguments
-from lather.config.config import Number
+from lather.config.records import Number
 from lather.data.conversations import Messages
 from lather.errors import DataError, UserError, require
 from lather.generation.prompts import (

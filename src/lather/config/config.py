@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from lather.config.optim import OptimConfig, optim_config
+from lather.config.records import CheckpointConfig, LogConfig, Number
 from lather.config.rule_fields import check_ranges
 from lather.data.config import DataConfig
 from lather.errors import ConfigError, require
@@ -23,12 +24,10 @@ from lather.optim.options import (
     NonNegative,
     Positive,
     Range,
-    at_least,
     is_number,
     name_of,
 )
 
-Number = Annotated[int, at_least(0)]
 Coefficient = Annotated[
     float | None,
     Range("a number >= 0, or left out", lambda value: value is None or is_number(value)),
@@ -249,65 +248,6 @@ class ParallelConfig:
                 "or the number of ranks"
             )
         return dp * self.ep
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When checkpoints are saved, and which stay."""
-
-    every: Count = 100
-    """Steps between checkpoints; a checkpoint is also saved at the end, and at a signal."""
-    keep_last: Count = 2
-    """Number of newest checkpoints to keep; older ones are deleted."""
-    keep_every: Number = 0
-    """Also keep every checkpoint whose step is a multiple of this; 0: none."""
-    keep_best: bool = False
-    """Also keep the checkpoint with the lowest validation loss, which is saved after each
-    validation that is better than all before."""
-    asynchronous: bool = False
-    """Write checkpoints while training continues, from a copy in CPU memory; it is as large as the
-    rank's weights and optimizer state."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "checkpoint.")
-        constraint = f"a multiple of checkpoint.every ({self.every}), or 0"
-        fits = self.keep_every % self.every == 0
-        require(fits, "checkpoint.keep_every", self.keep_every, constraint)
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """Progress display, records besides metrics.jsonl, and the sample at the end."""
-
-    every: Count = 10
-    """Steps between progress lines if the output is not a terminal."""
-    expert_load_every: Number = 100
-    """Steps between records of every expert's load in metrics.jsonl; 0: none."""
-    attention_logits_every: Number = 0
-    """Steps between records of every attention head's largest logit in metrics.jsonl; the largest
-    of all is measured in these steps, and in all steps with train.qk_clip. 0: none."""
-    timeline_every: Number = 0
-    """Steps between records in timeline.jsonl of when each rank did what, for `lather plot
-    --schedule`; 0: none."""
-    memory_plan: Literal["auto", "always", "never"] = "auto"
-    """Plan the run's memory while it starts, report before the first step whether it fits, and
-    write planned and measured bytes to memory.json; auto: on GPUs only."""
-    tensorboard: bool = False
-    """Also write TensorBoard events to the run directory."""
-    wandb_project: str = ""
-    """Also log to this Weights & Biases project (extra `wandb`)."""
-    mlflow_experiment: str = ""
-    """Also log to this MLflow experiment (extra `mlflow`), at MLFLOW_TRACKING_URI or, without it,
-    in the folder mlruns beside the run directory."""
-    picture: bool = True
-    """Draw loss.png at the end, and write report.html, a page of the run."""
-    sample_prompt: str = ""
-    """Text that the sample at the end continues; empty: the first words of the held-out text."""
-    sample_tokens: Number = 160
-    """Tokens of the sample at the end; 0: no sample."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "log.")
 
 
 @dataclass(frozen=True)

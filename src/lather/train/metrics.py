@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lather.checkpoint.folder import Progress
-from lather.config.config import LogConfig
+from lather.config.records import LogConfig
 from lather.device import gpu_module, is_gpu
 from lather.engine.step_reading import StepResult
 from lather.files import names_full_disk, read_rows, sync, write_aside

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lather.config.config import LogConfig
+from lather.config.records import LogConfig
 from lather.errors import RunError
 
 Numbers = Mapping[str, float | None]
