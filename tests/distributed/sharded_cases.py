@@ -45,8 +45,11 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "kl_soap": (KLSOAP, {"weight_decay_method": "l2", "async_refresh": True}),
     "rekls": (REKLS, {}),
     "stacked_soap": (StackedSOAP, {}),
-    "muon": (Muon, {"keep_norm": True, "normalize": "row"}),
-    "soap_muon": (SOAPMuon, {"weight_decay": 0.1, "weight_decay_method": "l2"}),
+    "muon": (Muon, {"keep_norm": True, "normalize": "row", "slow_momentum_start": 3}),
+    "soap_muon": (
+        SOAPMuon,
+        {"weight_decay": 0.1, "weight_decay_method": "l2", "slow_momentum_start": 3},
+    ),
     "mixed": (SOAP.rule, {"keep_norm": True}),
     "adamw": (AdamW, {"weight_decay": 0.1}),
     "shampoo": (Shampoo, {"weight_decay": 0.1}),

@@ -53,8 +53,11 @@ without."""
 KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     **SOAP_KINDS,
     "muon": (Muon, {}),
-    "muon_per_expert": (Muon, {**PER_EXPERT, "normalize": "row"}),
-    "muon_stacked": (Muon, {"matrix_layout": "stacked", "keep_norm": True}),
+    "muon_per_expert": (Muon, {**PER_EXPERT, "normalize": "row", "slow_momentum_start": 2}),
+    "muon_stacked": (
+        Muon,
+        {"matrix_layout": "stacked", "keep_norm": True, "slow_momentum_start": 2},
+    ),
     "soap_muon": (SOAPMuon, EVERY_SECOND),
     "soap_muon_per_expert": (SOAPMuon, {**EVERY_SECOND, **PER_EXPERT, "sides": "both"}),
     "adamw": (AdamW, {}),

@@ -45,6 +45,10 @@ class Options:
     lr: float
     momentum: float = 0.95
     nesterov: bool = True
+    slow_momentum_start: int = 0
+    fast_momentum: float = 0.85
+    slow_momentum: float = 0.98
+    slow_share: float = 0.5615
     steps: int = 5
     coefficients: str = "quintic"
     scale: str | float = "match_rms_adamw"
@@ -101,12 +105,27 @@ class SOAPMuonOptions(Options):
                 )
 
 
-def numerator(g: Array, matrix: MatrixState, options: Options) -> Array:
+def numerator(g: Array, matrix: MatrixState, t: int, options: Options) -> Array:
     """Update the momentum in place and return the matrix that is orthogonalized: the momentum, or
     Nesterov's look ahead."""
     mu, b = options.momentum, matrix["momentum_buffer"]
+    if 0 < options.slow_momentum_start < t:
+        return two_momenta(g, b, matrix["momentum_gap"], options)
     b[...] = mu * b + (1 - mu) * g
     return mu * b + (1 - mu) * g if options.nesterov else b.copy()
+
+
+def two_momenta(g: Array, b: Array, gap: Array, options: Options) -> Array:
+    """Update a fast average b and a slow average b + gap in place and return their mixture; with
+    Nesterov's look ahead, that of one more step with the same gradient."""
+    fast, slow, share = options.fast_momentum, options.slow_momentum, options.slow_share
+    s = slow * (b + gap) + (1 - slow) * g
+    b[...] = fast * b + (1 - fast) * g
+    gap[...] = s - b
+    if options.nesterov:
+        s = slow * s + (1 - slow) * g
+        b = fast * b + (1 - fast) * g
+    return (1 - share) * b + share * s
 
 
 def with_norm_of(y: Array, x: Array) -> Array:
@@ -131,7 +150,7 @@ def scaled_orthogonal(x: Array, matrix: MatrixState, options: Options) -> Array:
 
 
 def update_muon(g: Array, matrix: MatrixState, t: int, idle: bool, options: Options) -> Array:
-    return scaled_orthogonal(numerator(g, matrix, options), matrix, options)
+    return scaled_orthogonal(numerator(g, matrix, t, options), matrix, options)
 
 
 def update_factors(x: Array, matrix: MatrixState, t: int, options: SOAPMuonOptions) -> None:
@@ -198,7 +217,7 @@ def preconditioned(n: Array, matrix: MatrixState, t: int, options: SOAPMuonOptio
 def update_soap_muon(
     g: Array, matrix: MatrixState, t: int, idle: bool, options: SOAPMuonOptions
 ) -> Array:
-    n = numerator(g, matrix, options)  # 1.
+    n = numerator(g, matrix, t, options)  # 1.
     if not idle:
         update_factors(n if options.statistics_of == "momentum" else g, matrix, t, options)  # 2.
     has_bases = t > options.muon_warmup_steps and bool(by_dim(matrix, "basis"))
@@ -233,6 +252,8 @@ class Reference:
         """Make zeros, for a parameter of this shape, which is the merged one for a stacked
         parameter."""
         state = {"step": 0, "momentum_buffer": np.zeros(shape)}
+        if self.options.slow_momentum_start:
+            state["momentum_gap"] = np.zeros(shape)
         if self.options.normalize == "row":
             state["row_moment"] = np.zeros(shape[:-1])
         if self.options.keep_norm:

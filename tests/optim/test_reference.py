@@ -60,8 +60,10 @@ ADAM: list[Options] = [
     {"refresh_method": "auto", "precondition_frequency": 1},
     {"sides": "smaller", "max_precond_dim": 5},
 ]
+MIXED: Options = {"slow_momentum_start": 4, "slow_momentum": 0.96}
 MUON: list[Options] = [
     *({}, COUPLED, {**COUPLED, "maximize": True}),
+    *({**MIXED, "momentum": 0.9}, {**MIXED, "nesterov": False, "slow_share": 0.3}),
     *each(
         momentum=[0.9, 0.0],
         nesterov=[False],

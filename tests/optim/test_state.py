@@ -132,8 +132,8 @@ KEYS = {
         ("kl_soap", "rekls", "stacked_soap"), f"{ADAM} {BOTH_SIDES} eigenvalues_0 eigenvalues_1"
     ),
     "muon": "momentum_buffer",
-    "muon_per_expert": "momentum_buffer row_moment",
-    "muon_stacked": "momentum_buffer norm",
+    "muon_per_expert": "momentum_buffer momentum_gap row_moment",
+    "muon_stacked": "momentum_buffer momentum_gap norm",
     "soap_muon": "momentum_buffer exp_avg_sq factor_1 basis_1",
     "soap_muon_per_expert": f"momentum_buffer exp_avg_sq {BOTH_SIDES}",
     "adamw": ADAM,

@@ -88,6 +88,39 @@ def test_state_in_8_bits_resumes_and_returns_to_fp32(
     assert any(f"optim.state_dtype {coded['state_dtype']} -> float32" in x for x in notes)
 
 
+MIXED = {"name": "soap_muon", "state_dtype": "moments=int8,bases=int8,factors=int8"}
+
+
+@pytest.mark.parametrize(("start", "then"), [(0, 2), (0, 6), (6, 2), (2, 0)])
+def test_a_second_momentum_comes_and_goes(
+    make_config: MakeConfig, start: int, then: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changed after four steps: from never to a step that is over or to come, to an earlier one,
+    and to never."""
+    monkeypatch.setattr(formats, "MIN_CODED", 16)
+    before = make_config(optim={**MIXED, "slow_momentum_start": start})
+    after = make_config(optim={**MIXED, "slow_momentum_start": then}, train={"steps": 8})
+    run(before)
+    notes = run(after)
+    assert losses(after.run_dir) == uninterrupted(before, after)
+    assert any(f"optim.slow_momentum_start {start} -> {then}" in note for note in notes)
+
+
+@pytest.mark.parametrize(("fraction", "start"), [(0.5, 2), (0.9, 7)])
+def test_a_start_that_is_a_fraction_moves_with_the_steps_until_it_is_passed(
+    make_config: MakeConfig, fraction: float, start: int
+) -> None:
+    """Half of four steps, which the run has passed, stays step 2; 0.9 of them is step 4, and of
+    eight steps step 7."""
+    optim = {"name": "soap_muon", "slow_momentum_start": fraction}
+    before = make_config(optim=optim, train={"steps": 4})
+    after = make_config(optim=optim, train={"steps": 8})
+    run(before, stop_after=3)
+    run(after)
+    values = History.read(Path(after.run_dir), {}).values
+    assert values["optim.slow_momentum_start"] == start
+
+
 def test_nothing_that_changes_nothing_is_recorded(make_config: MakeConfig) -> None:
     run(make_config(train={"steps": 2}))
     run(make_config(train={"steps": 2}, log={"every": 5}))

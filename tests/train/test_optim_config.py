@@ -16,6 +16,7 @@ from lather.config.kind_config import KINDS
 from lather.config.optim import OptimConfig, optim_config
 from lather.config.rule_fields import DECIDED, option_fields
 from lather.config.toml_file import config_from_mapping, config_to_toml, load_config
+from lather.engine.optimizer import build_optimizer
 from lather.errors import ConfigError, as_toml
 from lather.optim.options import options_of
 from lather.optim.rules import RULES
@@ -226,6 +227,42 @@ def test_resolved_says_what_follows_from_defaults() -> None:
     ]:
         rest = optim_of(name="muon", **changes).resolved(1024).section("rest")
         assert values(rest, *expected) == tuple(expected.values())
+
+
+# --- starts that are fractions of the run ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start", "steps"), [("0.3", 90), ("0.001", 1), ("0.999", 300), ("7", 7), ("0", 0)]
+)
+def test_a_start_is_a_number_of_steps_or_a_fraction_of_the_run(
+    file: Path, start: str, steps: int
+) -> None:
+    options = ["--train.steps", "300", "--optim.name", "muon"]
+    config = read_arguments([str(file), *options, "--optim.slow-momentum-start", start])[0]
+    if "." in start:
+        with pytest.raises(ValueError, match=rf"slow_momentum_start = {start} is a fraction"):
+            build_optimizer(config.optim, [])
+    assert config.resolved().optim.rule_of("experts").slow_momentum_start == steps  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("start", [0.0, 1.0, 1.5, -1, -0.5])
+@pytest.mark.parametrize("kind", ["", "experts"])
+def test_other_starts_are_refused(kind: str, start: float) -> None:
+    option = {"slow_momentum_start": start}
+    assert refusal(**({kind: option} if kind else option)) == (
+        f"optim.{kind and f'{kind}.'}slow_momentum_start = {start} is not valid: it must be an "
+        "integer >= 0, or a fraction of the run in (0, 1)"
+    )
+
+
+def test_a_section_has_a_start_of_its_own_or_none() -> None:
+    optim = {"name": "muon", "slow_momentum_start": 0.25, "experts": {"slow_momentum_start": 0}}
+    matrices = {"rule": "soap_muon", "slow_momentum_start": 0.5}
+    mapping = {"optim": {**optim, "matrices": matrices}, "train": {"steps": 8}}
+    resolved = config_from_mapping(mapping).resolved().optim
+    starts = [resolved.rule_of(kind).slow_momentum_start for kind in ("experts", "matrices")]  # type: ignore[attr-defined]
+    assert (resolved.rule.slow_momentum_start, *starts) == (2, 0, 4)  # type: ignore[attr-defined]
 
 
 # --- what is not there ----------------------------------------------------------------------------

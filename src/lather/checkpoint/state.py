@@ -179,13 +179,15 @@ class TrainingState:
             raise
 
     def _check_optimizer_state(self, shapes: Shapes) -> None:
+        assert self.optimizer is not None
+        optional = self.optimizer.optional_entries()
         of_run = state_shapes({piece.name: piece for piece in self.optimizer_state()})
         for entry in sorted(of_run.keys() & shapes.keys()):
             # ranks that do not own the matrix have its step only
             owns = of_run[entry].keys() != {"step"}
             for key in sorted(of_run[entry].keys() | (shapes[entry].keys() if owns else set())):
                 stored, current = (of[entry].get(key, "absent") for of in (shapes, of_run))
-                if stored != current:
+                if stored != current and not (key in optional and "absent" in (stored, current)):
                     raise CheckpointError(
                         f"{entry}/{key} is {stored} in the checkpoint and {current} in this run"
                     )

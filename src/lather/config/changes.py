@@ -56,6 +56,7 @@ places."""
 CHANGEABLE_OPTIONS = (
     *("eps", "lr", "lr_factor", "momentum", "weight_decay", "weight_decay_method"),
     *("precondition_frequency", "stagger_refresh", "state_dtype", "weight_rounding"),
+    *("slow_momentum_start", "fast_momentum", "slow_momentum", "slow_share"),
     *SCHEDULE_OPTIONS,
 )
 """Options of rules and schedules, of `[optim]` and of its kinds, on which the optimizer state does

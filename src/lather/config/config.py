@@ -323,11 +323,11 @@ class Config:
         return share // size
 
     def resolved(self) -> Config:
-        """Return the configuration with the defaults of `[optim]` that depend on its rules and on
-        the batch size, as the run directory stores it."""
-        return replace(
-            self, optim=self.optim.resolved(self.train.batch_size * self.train.sequence_length)
-        )
+        """Return the configuration with the defaults of `[optim]` that depend on its rules, on the
+        batch size and on the number of steps, as the run directory stores it."""
+        tokens_per_step = self.train.batch_size * self.train.sequence_length
+        optim = self.optim.with_starts(lambda *of: max(1, round(of[-1] * self.train.steps)))
+        return replace(self, optim=optim.resolved(tokens_per_step))
 
     def resolved_moe(self) -> MoEConfig:
         """Return `[moe]` with the model's own coefficient of the balance loss if none is given."""

@@ -34,6 +34,8 @@ from lather.config.rate_schedule import (
 )
 from lather.config.rule_fields import (
     MEASURED_TOKENS,
+    START_WORDS,
+    STARTS,
     as_text,
     check_ranges,
     default_lr,
@@ -47,6 +49,7 @@ from lather.config.rule_fields import (
 from lather.errors import ConfigError, require
 from lather.optim import Rule
 from lather.optim.options import Positive, name_of, options_of
+from lather.optim.plain import is_count
 from lather.optim.rules import RULES
 
 RuleNames = tuple[tuple[str, str], ...]
@@ -200,6 +203,27 @@ class OptimConfig:
         factor = self.section(kind).lr_factor
         return default_factor(kind, self.rules) if factor is None else factor
 
+    def fractions(self) -> list[tuple[str, str, float]]:
+        """Return the options that are fractions of the run: the kind in whose section they stand,
+        empty for `[optim]`; the option; the fraction."""
+        sections = {"": self, **{kind: self.section(kind) for kind in KINDS}}
+        return [
+            (kind, name, value)
+            for kind, section in sections.items()
+            for name in STARTS
+            if isinstance(value := getattr(section, name, None), float)
+        ]
+
+    def with_starts(self, start_of: Callable[[str, str, float], float]) -> OptimConfig:
+        """Return a copy with other values in the place of the `fractions`: `start_of` of each."""
+        config = self
+        for kind, name, fraction in self.fractions():
+            change: dict[str, Any] = {name: start_of(kind, name, fraction)}
+            if kind:
+                change = {kind: replace(config.section(kind), **change)}
+            config = replace(config, **change)
+        return config
+
     def describe_rates(self, *, has_experts: bool = True) -> str:
         """Name the rule and the peak learning rate of every kind of parameters that a model with
         or without experts has."""
@@ -242,6 +266,11 @@ def _make_rule(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
                 f"{prefix}{name} is not given, and {name_of(rule)!r} has no default for it: give "
                 f"{prefix}{name}"
             )
+    for name in options.keys() & {*STARTS}:
+        value = options[name]
+        is_fraction = isinstance(value, float) and 0 < value < 1
+        require(is_fraction or is_count(value, 0), prefix + name, value, START_WORDS)
+        options = {**options, name: 1 if is_fraction else value}  # until the steps are known
     try:
         return rule(**options)
     except ValueError as error:

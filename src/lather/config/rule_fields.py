@@ -43,6 +43,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """Defaults of the trainer that differ from the rule's own. In addition, `sides` is "auto" where the
 rule has "both", and `weight_rounding` is "remainder"."""
 
+STARTS = ("slow_momentum_start",)
+"""Options that are a number of steps, and in a configuration also a fraction of the run."""
+
+START_WORDS = "an integer >= 0, or a fraction of the run in (0, 1)"
+"""The values of these options, in words."""
+
 DEFAULT_LR = 6e-3
 """Learning rate of rules without a default."""
 
@@ -111,6 +117,7 @@ def option_fields(rule: type) -> dict[str, tuple[Any, Any]]:
 
     options = options_of(rule)
     hints = {name: plain_type(options[name].hint) for name in options if name not in DECIDED}
+    hints |= {name: int | float for name in STARTS if name in hints}
     return {
         name: (hints[name], _default(rule, options[name], hints[name]))
         for name in sorted(hints, key=rank)
@@ -205,6 +212,7 @@ def described(rule: type[Rule], name: str) -> str:
     that says more than the type."""
     text, values = documentation_of(rule).get(name, ""), options_of(rule)[name].range
     words = "" if values is None else values.words.partition(" or a callable")[0]
+    words = START_WORDS if name in STARTS else words
     if words and "one of" not in words and "torch" not in words and not words.startswith("True"):
         text = f"{text} {words[0].upper()}{words[1:]}."
     return text

@@ -34,6 +34,11 @@ def build_optimizer(
     `parameters`: those of a rank, or all of a model in one process with their names; frozen
     parameters are skipped. For fp64 parameters the state of elementwise rules is fp64.
     """
+    for kind, name, fraction in config.fractions():
+        raise ValueError(
+            f"optim.{kind and f'{kind}.'}{name} = {fraction} is a fraction of a run of unknown "
+            "length: use Config.resolved(), or give a number of steps"
+        )
     if isinstance(parameters, LocalParameters):
         trained = parameters.trained().spread()
     else:

@@ -177,6 +177,9 @@ class Rule:
     moment_decays: ClassVar[tuple[str, ...]] = ("betas", "momentum")
     """Names of the options that are decay rates of moments; bf16 moments limit them
     (`lather.optim.options.MAX_BF16_BETA`)."""
+    optional_entries: ClassVar[tuple[str, ...]] = ()
+    """Names of entries that the state has under some options alone. A saved state may lack them,
+    which then have their initial values, and those that the options do not ask for are dropped."""
     elementwise: ClassVar[bool] = False
     """Whether each element of an update depends on that element alone; parameters of all shapes
     then share batches."""

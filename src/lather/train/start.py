@@ -27,6 +27,7 @@ from lather.checkpoint.folder import (
 from lather.config.changes import CHANGES, Change, History, class_of, differences, values_of
 from lather.config.config import Config
 from lather.config.fields import merged
+from lather.config.optim import OptimConfig
 from lather.config.run_folder import PROVENANCE, run_folder
 from lather.config.toml_file import config_from_mapping, config_to_toml, load_run
 from lather.data.hub_files import pinned_data
@@ -124,6 +125,7 @@ def _resumed(path: Path, config: Config, step: int, subject: str, remedy: str) -
         raise RunError(f"{subject}: {error}; {remedy}") from None
     if config.optim.lr is None:
         config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
+    config = replace(config, optim=_with_passed_starts(config.optim, before.optim, step))
     config = replace(config, data=pinned_data(config.data, before.data)).resolved()
     changes = differences(values_of(before), values_of(config))
     fixed = [key for key in changes if class_of(key, type(config.model)) == "fixed"]
@@ -142,6 +144,18 @@ def _resumed(path: Path, config: Config, step: int, subject: str, remedy: str) -
     if start.is_finished:
         return start
     return replace(start, history=history.resumed(step, changes if step else {}, values_of(config)))
+
+
+def _with_passed_starts(config: OptimConfig, before: OptimConfig, step: int) -> OptimConfig:
+    """Return `[optim]` without the fractions of the run whose step the run has passed: they stay at
+    that step, so that a longer run does not undo what has happened."""
+
+    def passed(kind: str, name: str) -> int:
+        rule = before.rule_of(kind) if kind else before.rule
+        start = getattr(rule, name, 0)
+        return start if start <= step else 0
+
+    return config.with_starts(lambda kind, name, fraction: passed(kind, name) or fraction)
 
 
 def _refuse_fixed(fixed: list[str], changes: dict[str, Change], subject: str, remedy: str) -> None:

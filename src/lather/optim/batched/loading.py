@@ -18,6 +18,7 @@ from lather.boxes import is_dtensor, local
 from lather.optim.batched.formats import CODES, check_finite, pack
 from lather.optim.batched.known_keys import QUINTIC, TORCH_SCALES, is_quintic
 from lather.optim.batched.matrix_layout import Layout
+from lather.optim.batched.optional_entries import with_optional
 from lather.optim.batched.remainders import check_remainder
 from lather.optim.batched.roster import plain_options
 from lather.optim.batched.rule_groups import Groups, RuleGroups, whole_layout
@@ -66,6 +67,8 @@ def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -
             spread = rule_groups.sharding.spread_of(p, group)
             layout = whole_layout(p, made, spread, f"parameter {number}")
             if state:
+                if not _is_foreign(saved_group):
+                    state = with_optional(layout, state)
                 states[key] = _loaded_state(saved_group, layout, state, number)
                 num_completed += states[key] is not state
                 converted = layout.converted(states[key])

@@ -26,6 +26,7 @@ from lather.optim.batched.buckets import (
     make_buckets,
     move_to,
 )
+from lather.optim.batched.optional_entries import fit_optional, with_optional
 from lather.optim.batched.pinned import is_offloaded
 from lather.optim.batched.plan import places_of
 from lather.optim.batched.remainders import REMAINDER, check_remainder, fit_remainder
@@ -108,6 +109,7 @@ class StateStore:
                 current.append(bucket)
                 for member in bucket.members:
                     del moved[id(member.param)]
+        fit_optional(infos, moved.values(), state)
         _check_parts(infos, moved.values(), state)
         for info in infos:
             if id(info.param) not in with_member:
@@ -126,7 +128,11 @@ class StateStore:
     def has_formats(self, roster: Roster, state: States) -> bool:
         """Whether all state has the formats of its layout, which an option may have changed."""
         infos = ((info.layout, state.get(info.param)) for info in roster.params)
-        return all(layout.formats_of(x) == layout.formats for layout, x in infos if x)
+        return all(
+            layout.formats_of(x) == layout.formats and with_optional(layout, x) is x
+            for layout, x in infos
+            if x
+        )
 
     def pieces(self, roster: Roster, state: States) -> Iterator[tuple[Tensor, Piece]]:
         """Yield the state on this rank as pieces of whole entries, each with its parameter."""

@@ -83,6 +83,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Return the formats in which the entries of each parameter's state are stored."""
         return {info.param: info.layout.formats for info in self._current_roster().params}
 
+    def optional_entries(self) -> set[str]:
+        """Return the names of the entries that a saved state may lack or have in addition."""
+        rules = (settings.rule for settings in self._current_roster().groups)
+        return {name for rule in rules for name in rule.optional_entries}
+
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the same as torch's `state_dict`, but with dtypes as names, and with an empty dict

@@ -47,7 +47,7 @@ class SOAPMuonRule(MuonRule, BasisRule):
     """Steps of plain Muon, the last of which ends with the first bases."""
 
     name: ClassVar[str] = "soap_muon"
-    moment_decays: ClassVar[tuple[str, ...]] = ("momentum", "beta2")
+    moment_decays: ClassVar[tuple[str, ...]] = (*MuonRule.moment_decays, "beta2")
 
     @property
     def turns_momentum(self) -> bool:
@@ -63,7 +63,7 @@ class SOAPMuonRule(MuonRule, BasisRule):
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
         g = self.decayed(g, s)
-        n = x = self.numerator(g, s)
+        n = x = self.numerator(g, s, t)
         beta = 1 - (1 - self.shampoo_beta) / (1 - self.shampoo_beta**t)
         update_kronecker_factors(
             s.by_dim("factor"), n if self.statistics_of == "momentum" else g, beta, s.active
