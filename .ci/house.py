@@ -25,6 +25,7 @@ ROOMS = (
     "cli",
     "commands",
     "doctor",
+    "sweep",
     "evaluation",
     "train",
     "generation",

@@ -30,12 +30,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import optimizer_report
-from benchmarks.convergence.analysis import Findings, Mean
+from benchmarks.convergence.analysis import Findings
 from benchmarks.convergence.command import BASELINES, load_findings
 from benchmarks.convergence.queue import read_rows
 from benchmarks.convergence.study import Study, load_study
 from benchmarks.convergence.tables import markdown_table
 from benchmarks.optimizer_report import RunRange
+from lather.sweep.intervals import Mean
 
 REPOSITORY = Path(__file__).parents[1]
 STUDIES = REPOSITORY / "benchmarks/studies"

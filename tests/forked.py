@@ -34,6 +34,7 @@ IMPORTED_BEFORE = [
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
+    "lather.commands.sweep",
     "lather.commands.train",
     "lather.memory.plan",
     "lather.train.plot",
@@ -77,11 +78,13 @@ def without_fsync() -> None:
 
 
 def start_ranks_in(context: BaseContext) -> None:
-    """Start the ranks of this process's launches in a context of multiprocessing, in place of new
-    interpreters."""
+    """Start the ranks of this process's launches, and the runs of its sweeps, in a context of
+    multiprocessing, in place of new interpreters."""
     from lather.parallel.launch import start
+    from lather.sweep import work
 
-    start.multiprocessing = SimpleNamespace(get_context=lambda _: context)  # type: ignore[assignment]
+    for module in (start, work):
+        module.multiprocessing = SimpleNamespace(get_context=lambda _: context)  # type: ignore[assignment, attr-defined]
 
 
 class ForkedPython(subprocess.Popen[str]):

@@ -9,15 +9,12 @@ once more; then the study stops with its error.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import multiprocessing
 import os
 import signal
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,13 +26,12 @@ from benchmarks.convergence.study import Row, Study, Trial, rows_by_key
 from benchmarks.convergence.training import forget, perform
 from lather.data.opening import open_datasets
 from lather.errors import UserError
+from lather.sweep.queue import ProcessQueue, locked
 
 FORK = multiprocessing.get_context("fork")
 """Starts children that have torch imported already, so that they start in milliseconds."""
-POLL_SECONDS = 0.2
 LOCK_TRIES = 60
-"""How often a lock is tried, once a second, while the children of a killed process still hold
-it."""
+"""How often the lock is tried, once a second, while children of a killed process still hold it."""
 
 
 @dataclass
@@ -49,27 +45,19 @@ class Queue:
     """The part that all rows share: commit, hardware, versions."""
     report: Callable[[str], None]
     rows: dict[str, Row] = field(default_factory=dict)
-    running: dict[str, tuple[Trial, BaseProcess]] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
 
     def work(self, seconds: float) -> bool:
         """Make runs until none is wanted, or for about `seconds`; returns whether the study is
         done."""
-        end = time.monotonic() + seconds
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self.folder), _terminated_as_interrupted():
+        # children hold the lock, too: after a kill it is free when the last of them has saved
+        with locked(self.folder, LOCK_TRIES):
             self.rows = read_rows(self.folder / "rows.jsonl")
             self._prepare_data()
-            try:
-                while wanted := self.study.wanted(self.rows):
-                    if time.monotonic() > end:
-                        return False
-                    self._start(wanted)
-                    time.sleep(POLL_SECONDS)
-                    self._collect()
-            finally:
-                self._stop()
-        return True
+            return ProcessQueue(self.workers, self._wanted, self._start, self._ended).work(seconds)
+
+    def _wanted(self) -> dict[str, Trial]:
+        return {trial.key: trial for trial in self.study.wanted(self.rows)}
 
     def _prepare_data(self) -> None:
         """Make the data sets in a process that then ends, before several processes would make them
@@ -86,31 +74,20 @@ class Queue:
                     f"the data of setting {trial.setting!r} cannot be prepared; see above"
                 )
 
-    def _start(self, wanted: list[Trial]) -> None:
-        for trial in wanted:
-            if len(self.running) == self.workers:
-                return
-            if trial.key not in self.running:
-                process = FORK.Process(
-                    target=_child, args=(trial, self._place(trial), os.getpid()), name=trial.key
-                )
-                process.start()
-                self.running[trial.key] = trial, process
+    def _start(self, trial: Trial, place: int) -> BaseProcess:
+        process = FORK.Process(target=_child, args=(trial, self._place(trial), os.getpid()))
+        process.start()
+        return process
 
     def _place(self, trial: Trial) -> Path:
         return self.folder / "runs" / trial.key
 
-    def _collect(self) -> None:
-        for key, (trial, process) in [*self.running.items()]:
-            if process.is_alive():
-                continue
-            process.join()
-            del self.running[key]
-            result = self._place(trial) / "row.json"
-            if result.exists():
-                self._keep(trial, json.loads(result.read_text()))
-            else:
-                self._failed(trial, process.exitcode)
+    def _ended(self, trial: Trial, code: int | None) -> None:
+        result = self._place(trial) / "row.json"
+        if result.exists():
+            self._keep(trial, json.loads(result.read_text()))
+        else:
+            self._failed(trial, code)
 
     def _keep(self, trial: Trial, row: Row) -> None:
         row = {**self.common, "study": self.study.name, **row}
@@ -136,16 +113,6 @@ class Queue:
                 f"run {trial.key} ({trial.setting}, {trial.contestant}, seed {trial.seed}) failed "
                 f"twice: {text}"
             )
-
-    def _stop(self) -> None:
-        """Have the children save and end."""
-        for _, process in self.running.values():
-            process.terminate()
-        for trial, process in self.running.values():
-            process.join()
-            if (result := self._place(trial) / "row.json").exists():  # the child had just finished
-                self._keep(trial, json.loads(result.read_text()))
-        self.running.clear()
 
 
 def _child(trial: Trial, folder: Path, parent: int) -> None:
@@ -193,35 +160,3 @@ def append_row(path: Path, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / ".lock").open("a") as lock:
-        for _ in range(LOCK_TRIES):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                # children hold the lock, too: after a kill it is free when the last of them has
-                # saved
-                time.sleep(1)
-        else:
-            raise UserError(
-                f"{folder} is in use by another process: wait for it, or give another --out"
-            )
-        yield
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """End the study on SIGTERM as on Ctrl-C: children save first."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.convergence.analysis import Findings, Mean
+from benchmarks.convergence.analysis import Findings
 from benchmarks.convergence.study import Row, Study, final_loss
+from lather.sweep.intervals import Mean
 
 
 def markdown_table(findings: Findings, setting: str, baselines: Sequence[str]) -> str:

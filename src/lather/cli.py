@@ -30,6 +30,7 @@ USAGE = """\
 usage: lather COMMAND ...
 
   train CONFIG [--FIELD VALUE ...]   train or resume the run that a TOML file describes
+  sweep CONFIG --vary FIELD=V1,V2    train a grid of runs, and say which is best
   data make FOLDER SOURCE            make a data set of texts, chats or tokens; show or check it
   generate RUN --prompt TEXT         continue texts, answer messages, or talk with a model (--chat)
   eval RUN [DATA ...]                loss and bits per byte on held-out sets; --tasks of lm-eval

@@ -1,4 +1,4 @@
-"""The formats of runs, checkpoints and data sets.
+"""The formats of runs, checkpoints, data sets and sweeps.
 
 Each format has a number, which Lather writes into the folder. It reads the number that it writes,
 and no other. A change with which folders that were written before cannot be read, or would be read
@@ -51,3 +51,4 @@ RUN = Format("run", RunError, 2, {1: "997cd98"})
 """Runs of format 1 have no number."""
 CHECKPOINT = Format("checkpoint", CheckpointError, 3, {1: "33c12d5", 2: "d5aa885"})
 DATA_SET = Format("data set", DataError, 3, {1: "997cd98", 2: "997cd98"})
+SWEEP = Format("sweep", RunError, 1, {})

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.convergence.analysis import Findings, Mean, steps_to
+from benchmarks.convergence.analysis import Findings, steps_to
 from benchmarks.convergence.tables import markdown_table
+from lather.sweep.intervals import Mean
 
 
 def row(contestant: str, seed: int, losses: list[float], setting: str = "small") -> dict[str, Any]:

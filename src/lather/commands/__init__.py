@@ -3,6 +3,7 @@ status, or nothing if that is 0."""
 
 NAMES = (
     "train",
+    "sweep",
     "data",
     "generate",
     "eval",

@@ -40,7 +40,7 @@ VALUES = {
     "model.model_type": tuple(FAMILIES),
 }
 """Values of options whose type does not say them."""
-WITH_CONFIG = ("train", "plan", "profile")
+WITH_CONFIG = ("train", "sweep", "plan", "profile")
 FOLLOWING = {
     "data": ("make", "show", "check"),
     "bench": tuple(BENCHMARKS),

@@ -58,9 +58,7 @@ def train_command(arguments: list[str], started: float | None = None) -> int:
     with surviving_output():
         try:
             config, nproc = read_arguments(arguments, world)
-            check_parallel(config, world.size if world else nproc or 1)
-            check_finetuning(config)
-            check_qk_clip(config)
+            check_config(config, world.size if world else nproc or 1)
             options = GroupOptions(pick_device(config.train.device), config.parallel.timeout)
             _check_data(arguments, config)
             return run_ranks(run_worker, (config, started), world, nproc, options)
@@ -71,6 +69,13 @@ def train_command(arguments: list[str], started: float | None = None) -> int:
             # before it does.
             time.sleep(UNWIND_SECONDS)
             return 2
+
+
+def check_config(config: Config, world_size: int) -> None:
+    """Raise ConfigError unless `world_size` ranks can run `config`."""
+    check_parallel(config, world_size)
+    check_finetuning(config)
+    check_qk_clip(config)
 
 
 def read_arguments(arguments: list[str], world: World | None = None) -> tuple[Config, int | None]:
