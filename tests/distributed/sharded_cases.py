@@ -43,20 +43,29 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
         {"second_moment": "rotate", "use_decoupled_weight_decay": False, "max_update_rms": 0.5},
     ),
     "kl_soap": (KLSOAP, {"weight_decay_method": "l2", "async_refresh": True}),
-    "rekls": (REKLS, {}),
-    "stacked_soap": (StackedSOAP, {}),
-    "muon": (Muon, {"keep_norm": True, "normalize": "row", "slow_momentum_start": 3}),
+    "rekls": (REKLS, {"radial_brake": 0.5, "row_floor": 0.9}),
+    "stacked_soap": (StackedSOAP, {"relative_update": True}),
+    "muon": (
+        Muon,
+        {"keep_norm": True, "weight_rms": 0.5, "normalize": "row", "slow_momentum_start": 3},
+    ),
     "soap_muon": (
         SOAPMuon,
         {"weight_decay": 0.1, "weight_decay_method": "l2", "slow_momentum_start": 3},
     ),
-    "mixed": (SOAP.rule, {"keep_norm": True}),
+    "mixed": (SOAP.rule, {}),
     "adamw": (AdamW, {"weight_decay": 0.1}),
-    "shampoo": (Shampoo, {"weight_decay": 0.1}),
+    "shampoo": (Shampoo, {"weight_decay": 0.1, "cautious_decay": True}),
     "lion": (Lion, {"weight_decay": 0.1, "weight_decay_method": "l2"}),
 }
-"""mixed: SOAP on experts, Muon on matrices and AdamW on the rest, by `rule` of their groups;
-shampoo and lion: rules from outside."""
+"""mixed: SOAP on experts, Muon on matrices and AdamW on the rest, by `rule` of their groups, with
+the controls of `MIXED`; shampoo and lion: rules from outside."""
+
+MIXED: dict[str, dict[str, Any]] = {
+    "soap": {"keep_norm": True},
+    "muon": {"relative_update": True, "radial_brake": 0.5},
+    "adamw": {"radial_brake": 0.5, "row_floor": 0.9, "cautious_decay": True, "weight_decay": 0.1},
+}
 
 STRANGERS = ("shampoo", "lion")
 
@@ -171,6 +180,7 @@ def build(kind: str, groups: Sequence[dict[str, Any]], **options: Any) -> Matrix
     if kind == "mixed":
         for group in groups:
             group.setdefault("rule", rule_for(group))
+            group.update(MIXED[group["rule"]])
     merged = {"lr": 1e-2, **preset, **options}
     return MatrixOptimizer(groups, rule(**merged)) if cls is rule else cls(groups, **merged)  # type: ignore[arg-type]
 

@@ -23,6 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"state_dtype": {"moments": BF16}, **PER_EXPERT},
     {"max_update_rms": 1.0, "max_precond_dim": 0},
     {"normalize": "row", **PER_EXPERT},
+    {"relative_update": True},
     *({"keep_norm": True}, {"keep_norm": True, **PER_EXPERT, "state_dtype": BF16}),
     *({"sides": "smaller"}, {"sides": "larger", "matrix_layout": "stacked"}, {"sides": "auto"}),
 ]

@@ -77,6 +77,7 @@ def test_a_step_has_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         {"refresh_method": "eigh"},
         {"state_dtype": torch.bfloat16, "betas": (0.9, 0.9)},
         {"weight_decay_method": "l2", "weight_decay": 0.1, "keep_norm": False},
+        {"cautious_decay": True, "weight_decay": 0.1, "row_floor": 0.9},
     ],
     ids=str,
 )

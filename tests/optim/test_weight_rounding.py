@@ -34,6 +34,7 @@ DECAYS: tuple[dict[str, Any], ...] = (
     *({"weight_decay": 0.1, "weight_decay_method": m} for m in ("decoupled", "l2", "palm")),
     {"weight_decay": 0.01, "weight_decay_method": "independent"},
     {"keep_norm": True},
+    {"weight_decay": 0.1, "cautious_decay": True, "radial_brake": 0.5},
     {"batched": False, "bucket_bytes": 1},
 )
 

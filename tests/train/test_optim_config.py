@@ -51,6 +51,12 @@ def as_option(name: str, value: Any) -> Any:
     return getattr(torch, value, value) if name == "state_dtype" else value
 
 
+NEEDED = {"weight_rms": {"keep_norm": True}}
+"""Options without which an option is refused."""
+EXCLUDING = ("offload", "relative_update", "radial_brake")
+"""Options that exclude others."""
+
+
 def optim_of(*arguments: str, **mapping: Any) -> OptimConfig:
     """Make the optimizer's configuration from a mapping, or from a command line."""
     if arguments:
@@ -82,7 +88,8 @@ def test_every_option_of_every_rule_is_a_field_and_reaches_the_rule(
     for option in option_fields(rule):
         value = other_value(rule, option)
         plain = list(value) if isinstance(value, tuple) else value
-        config = config_from_mapping({"optim": {"name": name, option: plain}})
+        mapping = {"name": name, **NEEDED.get(option, {}), option: plain}
+        config = config_from_mapping({"optim": mapping})
         expected = as_option(option, value)
         for of_rule in (config.optim.rule, config.optim.rule_of("matrices")):
             assert getattr(of_rule, option) == expected, option
@@ -92,11 +99,12 @@ def test_every_option_of_every_rule_is_a_field_and_reaches_the_rule(
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_option_is_one_of_the_command_line(name: str, file: Path) -> None:
-    """`offload` is given by itself, because it excludes other options."""
-    first = [str(file), "--optim.name", name]
-    assert optim_of(*first, "--optim.offload").offload  # type: ignore[attr-defined]
-    fields = {key: x for key, x in option_fields(RULES[name]).items() if key != "offload"}
-    rule, arguments = RULES[name], first
+    rule, arguments = RULES[name], [str(file), "--optim.name", name]
+    some = optim_of(*arguments, "--optim.offload", "--optim.relative-update")
+    assert (some.offload, some.relative_update) == (True, True)  # type: ignore[attr-defined]
+    some = optim_of(*arguments, "--optim.radial-brake", "0.5")
+    assert some.radial_brake == 0.5  # type: ignore[attr-defined]
+    fields = {key: x for key, x in option_fields(rule).items() if key not in EXCLUDING}
     for option, (_, default) in fields.items():
         value = other_value(rule, option)
         flag = option.replace("_", "-")
@@ -158,7 +166,42 @@ def test_a_kind_of_the_rule_of_optim_has_its_options_and_another_its_own() -> No
         (0.5, 0.6),
     )
     assert values(optim.rule_of("matrices"), *names) == ("soap_muon", 1e-8, 0.3, True)
-    assert values(optim.rule_of("rest"), *names, "betas") == ("adamw", 1e-8, 0.3, True, (0.9, 0.95))
+    rest = optim.rule_of("rest")
+    assert values(rest, *names, "betas") == ("adamw", 1e-8, 0.3, False, (0.9, 0.95))
+
+
+CONTROLLED = {"keep_norm": True, "weight_rms": 0.5, "cautious_decay": True, "row_floor": 0.25}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_experts_and_matrices_alone_inherit_controls(name: str) -> None:
+    """The rest has another rule than Muon's matrices, and the same as AdamW's. Another rule of the
+    experts changes nothing: they are matrices."""
+    kinds = {"experts": {"rule": "soap"}, "router": {"rule": name}}
+    for optim in (optim_of(name=name, **CONTROLLED), optim_of(name=name, **CONTROLLED, **kinds)):
+        for again in (optim, optim.resolved(1024)):
+            for kind in ("experts", "matrices"):
+                expected = tuple(CONTROLLED.values())
+                assert values(again.rule_of(kind), *CONTROLLED) == expected
+            for kind in ("rest", "router"):
+                assert not any(values(again.rule_of(kind), *CONTROLLED)), kind
+
+
+def test_a_router_inherits_the_controls_of_the_rest() -> None:
+    optim = optim_of(name="muon", rest=CONTROLLED)
+    assert values(optim.rule_of("router"), *CONTROLLED) == tuple(CONTROLLED.values())
+    assert not any(values(optim.rule_of("matrices"), *CONTROLLED))
+    optim = optim_of(rest=CONTROLLED, router={"rule": "adamw"})
+    assert not any(values(optim.rule_of("router"), *CONTROLLED))
+
+
+def test_a_kind_without_kept_norm_has_no_radius() -> None:
+    free = {"keep_norm": False}
+    optim = optim_of(**CONTROLLED, experts=free, rest=CONTROLLED, router=free)
+    for kind in ("experts", "router"):
+        expected = (False, None, True, 0.25)
+        assert values(optim.rule_of(kind), *CONTROLLED) == expected
+        assert values(optim.resolved(1024).rule_of(kind), *CONTROLLED) == expected
 
 
 def test_a_router_is_a_part_of_the_rest_until_it_names_a_rule() -> None:

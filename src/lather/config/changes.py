@@ -55,6 +55,7 @@ CHANGEABLE = (
 places."""
 CHANGEABLE_OPTIONS = (
     *("eps", "lr", "lr_factor", "momentum", "weight_decay", "weight_decay_method"),
+    *("cautious_decay", "radial_brake", "row_floor", "weight_rms"),
     *("precondition_frequency", "stagger_refresh", "state_dtype", "weight_rounding"),
     *("slow_momentum_start", "fast_momentum", "slow_momentum", "slow_share"),
     *SCHEDULE_OPTIONS,

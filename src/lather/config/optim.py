@@ -11,8 +11,9 @@ schedules.
 The fields depend on the rules, so each choice of rules has a dataclass of its own: `optim_class`
 creates it, and `optim_config` an instance. A kind with the rule of `[optim]` inherits all options
 from there. A kind with another rule inherits weight decay and the options that every rule has; its
-other defaults are those of its rule. Options of the schedule that a kind leaves out are those of
-`[optim]`, or for a router without a rule those of the rest.
+other defaults are those of its rule. Controls (`lather.optim.controls`) are inherited by experts
+and matrices alone, and by a router from the rest. Options of the schedule that a kind leaves out
+are those of `[optim]`, or for a router without a rule those of the rest.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from lather.config.rule_fields import (
 )
 from lather.errors import ConfigError, require
 from lather.optim import Rule
+from lather.optim.controls import merged
 from lather.optim.options import Positive, name_of, options_of
 from lather.optim.plain import is_count
 from lather.optim.rules import RULES
@@ -143,7 +145,7 @@ class OptimConfig:
     def _rules(self) -> Mapping[str, Rule]:
         """The rule of each kind, made of its defaults, of what it inherits from `[optim]`, and of
         the options of its section."""
-        rules, above = {}, self.rules[""]
+        rules = {}
         for kind, rule in self.rules.items():
             if not kind:
                 continue
@@ -153,8 +155,10 @@ class OptimConfig:
             defaults = {name: default for name, (_, default) in option_fields(rule).items()}
             options = {
                 **{name: value for name, value in defaults.items() if value is not None},
-                **{name: getattr(self, name) for name in inherited_by(rule, above)},
-                **self._set_in(kind, option_fields(rule).keys() - {"lr"}),
+                **{name: getattr(self, name) for name in _inherited(kind, self.rules)},
+            }
+            options = {
+                **merged(options, self._set_in(kind, option_fields(rule).keys() - {"lr"})),
                 **{"lr": self.lr_of(kind), "nonfinite": "ignore", "matrix_layout": layout},
             }
             rules[kind] = _make_rule(rule, options, f"optim.{kind}.")
@@ -167,7 +171,7 @@ class OptimConfig:
         options = {name: getattr(section, name) for name in names}
         options = {name: value for name, value in options.items() if value is not None}
         inherits = kind == "router" and not section.rule
-        return self._set_in("rest", names) | options if inherits else options
+        return merged(self._set_in("rest", names), options) if inherits else options
 
     def schedule_of(self, kind: str = "") -> RateSchedule:
         """Return the schedule of a kind of parameters, or that of `[optim]`."""
@@ -239,10 +243,10 @@ class OptimConfig:
         differ from `[optim]`."""
         changes: dict[str, Any] = {}
         for kind in KINDS:
-            section, rule, above = self.section(kind), self.rules[kind], self.rules[""]
-            if kind == "rest" or (section.rule and rule is not above):
+            section, rule = self.section(kind), self.rules[kind]
+            if kind == "rest" or (section.rule and rule is not self.rules[""]):
                 made = self.rule_of(kind)
-                names = option_fields(rule).keys() - inherited_by(rule, above) - {"lr"}
+                names = option_fields(rule).keys() - _inherited(kind, self.rules) - {"lr"}
                 options: dict[str, Any] = {name: as_text(getattr(made, name)) for name in names}
                 factor = self._factor(kind) if section.lr is None else None
                 changes[kind] = replace(section, rule=name_of(rule), lr_factor=factor, **options)
@@ -350,6 +354,12 @@ def optim_class(rule_names: RuleNames) -> type[OptimConfig]:
     )
 
 
+def _inherited(kind: str, rules: Mapping[str, type[Rule]]) -> set[str]:
+    """Return the options that a kind of parameters inherits from `[optim]`."""
+    as_matrices = kind in {"experts", "matrices"}
+    return inherited_by(rules[kind], rules[""], as_matrices=as_matrices)
+
+
 def _kind_class(kind: str, rules: Mapping[str, type[Rule]]) -> type[KindConfig]:
     """Return the dataclass of the settings of a kind. Help lists the names of the options that the
     kind inherits, and does not describe them."""
@@ -360,7 +370,7 @@ def _kind_class(kind: str, rules: Mapping[str, type[Rule]]) -> type[KindConfig]:
         _left_out("lr", float, "Peak learning rate, in place of lr_factor."),
         _left_out("lr_factor", float, "Peak learning rate as a factor of optim.lr.", factor),
     ]
-    inherited = inherited_by(rule, rules[above])
+    inherited = inherited_by(rule, rule) if above else _inherited(kind, rules)
     for name, (hint, default) in _options_as_fields(rule, KindConfig):
         text = functools.partial(described, rule, name)
         fields_of_class.append(

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar, cast
 from lather.errors import ConfigError, as_toml, require
 from lather.optim import Rule
 from lather.optim.batched.known_keys import EQUIVALENTS
+from lather.optim.controls import CONTROLS
 from lather.optim.options import BY_PART, Option, documentation_of, holds, name_of, options_of
 from lather.optim.plain import saveable
 from lather.optim.rules import RULES, find_rule
@@ -135,10 +136,12 @@ def default_lr(rule: type, tokens_per_step: int = MEASURED_TOKENS[0]) -> float:
     return float(f"{lr * (min(max(tokens_per_step, least), most) / least) ** LR_EXPONENT:.3g}")
 
 
-def inherited_by(rule: type[Rule], other: type[Rule]) -> set[str]:
-    """Return the options that a kind with `rule` inherits from a section with the rule `other`."""
+def inherited_by(rule: type[Rule], other: type[Rule], *, as_matrices: bool = True) -> set[str]:
+    """Return the options that a kind with `rule` inherits from a section with the rule `other`.
+    `as_matrices`: whether the kind is of matrices, as the section's; others inherit no controls."""
     shared = {"weight_decay", *options_of(Rule)} if rule is not other else {*option_fields(rule)}
-    return shared & option_fields(rule).keys() & option_fields(other).keys() - {"lr"}
+    shared -= {"lr"} if as_matrices else {"lr", *CONTROLS}
+    return shared & option_fields(rule).keys() & option_fields(other).keys()
 
 
 def plain_type(hint: Any) -> Any:

@@ -87,6 +87,13 @@ NonNegative = Annotated[float, Range("a number >= 0", is_number)]
 Positive = Annotated[float, Range("a number > 0", lambda value: is_number(value) and value > 0)]
 Decay = Annotated[float, Range("a number in [0, 1)", lambda beta: is_number(beta, below=1.0))]
 Betas = Annotated[tuple[float, float], Range("two numbers in [0, 1)", _is_pair)]
+Fraction = Annotated[
+    float, Range("a number in [0, 1]", lambda value: is_number(value) and value <= 1)
+]
+Size = Annotated[
+    float | None,
+    Range("a number > 0 or None", lambda x: x is None or (is_number(x) and x > 0)),
+]
 Count = Annotated[int, at_least(1)]
 Steps = Annotated[int, at_least(0)]
 Interval = Annotated[
@@ -160,6 +167,7 @@ def _options_of(rule: type) -> dict[str, Option]:
         for name, hint in inspect.get_annotations(cls).items():
             hints[name] = eval(hint, names, dict(vars(cls))) if isinstance(hint, str) else hint
     fields = [field for field in dataclasses.fields(rule) if field.metadata.get("group", True)]
+    fields.sort(key=lambda field: bool(field.kw_only))  # as its constructor takes them
     return {
         field.name: Option(field.name, field.default, *_hint_and_range(hints[field.name]))
         for field in fields

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from lather.optim.controls import Controls, check_controls
 from lather.optim.linalg.scale import norms
 from lather.optim.options import Bytes, Count, Interval, Precision, Rate, StateDtype, Steps, check
 from lather.optim.plain import as_count, is_count
@@ -78,8 +79,8 @@ class State(UserDict[str, Tensor]):
     """Indices of the matrices with a gradient, if there are experts without tokens, whose
     statistics must not change; otherwise None."""
     weights: Tensor | None = None
-    """Weights W (B, ...), for reading, if the rule `couples_decay` or keeps the norm of these
-    matrices; otherwise None."""
+    """Weights W (B, ...), for reading, if the rule `couples_decay` or controls the step by them;
+    otherwise None."""
 
     def by_dim(self, name: str) -> dict[int, Tensor]:
         """Return those of the entries `name_0`, `name_1`, ... that exist, by dim."""
@@ -109,7 +110,7 @@ NOBODY = Due("nobody")
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(Controls):
     """Base class of all rules, with the options that every rule has."""
 
     lr: Rate
@@ -118,10 +119,6 @@ class Rule:
     weight_decay_method: Literal["decoupled", "independent", "palm", "l2"] = "decoupled"
     """decoupled: W -= lr wd W; independent: W -= wd W; palm: W -= lr^2 wd W; l2: wd W is added to
     the gradient."""
-    keep_norm: bool = False
-    """Keep every matrix W at the Frobenius norm that it had at its first step (hyperball): scale
-    the update to that norm, and W back to it after the step. Weight decay is then off. Vectors, and
-    matrices that start at zero, are not scaled."""
     weight_rounding: Literal["nearest", "stochastic", "remainder"] = "nearest"
     """Rounding of a new weight of a bf16 parameter. nearest: a change of less than half a unit in
     the last place is lost; stochastic: up or down at random, so that no change is lost on average;
@@ -188,6 +185,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         check(self)
+        check_controls(self)
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -282,6 +280,11 @@ class Rule:
             self.weight_decay_method
         ]
         return 0.0 if self.keep_norm else share * float(self.weight_decay)
+
+    @property
+    def decays_cautiously(self) -> bool:
+        """Whether weight decay depends on the signs of update and weights."""
+        return self.cautious_decay and self.decay(1.0) > 0
 
     def turned_into(self, rule: type[R], **options: Any) -> R:
         """Return a rule of another class with this rule's values of the options that both have,

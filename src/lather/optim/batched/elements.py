@@ -1,5 +1,6 @@
 """The step of elements by the kernel of their rule (`Rule.step_whole`), which changes state and
-weights of many tensors together. Not every rule has a kernel, and no kernel takes codes of 8 bits.
+weights of many tensors together. Not every rule has a kernel, and none takes codes of 8 bits or an
+update that depends on the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _grad = operator.attrgetter("grad")
 
 def step_chunk_whole(chunk: Chunk) -> bool:
     """Take the step of a chunk of elements whose rows visit the device as `step_whole` does."""
-    if _has_codes(chunk.bucket):
+    if chunk.run.info.needs_weights or _has_codes(chunk.bucket):
         return False
     weights, grads, remainders = chunk.elements()
     lengths = list(map(len, weights))
@@ -33,7 +34,7 @@ def step_chunk_whole(chunk: Chunk) -> bool:
 def step_whole(runs: Sequence[MemberRun]) -> bool:
     """Take the step of runs of elements, of the same rule, t and rates, with the rule's kernel
     (`Rule.step_whole`); return False if the rule has none for them."""
-    if _has_codes(runs[0].bucket):
+    if runs[0].info.needs_weights or _has_codes(runs[0].bucket):
         return False
     weights, grads, states = list[Tensor](), list[Any](), list[dict[str, Tensor]]()
     for run in runs:

@@ -38,7 +38,7 @@ def is_for_matrices(rule: Rule) -> bool:
 def is_matrix(layout: Layout) -> bool:
     """Whether a rule takes a parameter of this layout for one or more matrices, and does not leave
     it to an elementwise rule. Empty parameters count by their number of dims."""
-    is_elementwise = layout.rule.elementwise and not layout.keeps_norm
+    is_elementwise = layout.rule.elementwise and not layout.is_controlled
     return len(layout.shape) > 1 and (0 in layout.shape or not is_elementwise)
 
 
@@ -51,7 +51,7 @@ def check_not_flat(groups: Sequence[GroupSettings], had_matrices: Mapping[str, b
     has_pieces = not keep_shapes(p for settings in groups for p in settings.group["params"])
     params: dict[str, list[Tensor]] = {}
     for settings in groups:
-        if not (settings.rule.keep_norm or is_for_matrices(settings.rule)):
+        if not (settings.rule.controls_matrices or is_for_matrices(settings.rule)):
             continue
         name = name_of(type(settings.rule))
         params.setdefault(name, []).extend(settings.group["params"])

@@ -171,10 +171,14 @@ MULTIPLY = "no rule multiplies its rate: multiply lr yourself, and give the grou
 
 PROPERTIES: dict[str, tuple[Happens, str]] = {
     "amsgrad ams_bound differentiable adanorm rectify centered stable_adamw cautious caution "
-    "cautious_wd cautious_weight_decay use_gc grad_averaging dampening lr_decay momentum_decay "
+    "use_gc grad_averaging dampening lr_decay momentum_decay "
     "qk_clip grokfast quantize mars merge_dims use_fallback": (
         lambda value, rule: not value,
         LEAVE_OUT,
+    ),
+    "cautious_wd cautious_weight_decay": (
+        _sets("cautious_decay"),
+        "did you mean 'cautious_decay'?",
     ),
     "normalize_grads": (_sets("normalize_preconditioned_grads"), NORMALIZE),
     "lr_factor": (lambda value, rule: value == 1, MULTIPLY),

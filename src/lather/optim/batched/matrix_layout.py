@@ -40,7 +40,7 @@ from lather.optim.rule import Entry, Matrix, Rule
 STEP_BYTES = torch.float32.itemsize
 
 NORM = "norm"
-"""Name of the entry that holds the Frobenius norm of a matrix at its first step (`keep_norm`)."""
+"""Name of the entry that holds the Frobenius norm of a matrix at its first step."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,9 @@ class Layout:
         return self.per_expert and bool(self.dims)
 
     @cached_property
-    def keeps_norm(self) -> bool:
-        """Whether the update is the new weights, scaled to the norm that they had at the first step
-        (`keep_norm`)."""
-        return self.rule.keep_norm and len(self.inner) > 1
+    def is_controlled(self) -> bool:
+        """Whether a step depends on sums over whole matrices (`lather.optim.controls`)."""
+        return self.rule.controls_matrices and len(self.inner) > 1
 
     @cached_property
     def keeps_remainder(self) -> bool:
@@ -124,9 +123,9 @@ class Layout:
 
     @cached_property
     def formats(self) -> dict[str, EntryFormat]:
-        """Formats of the entries that the rule names, and of the norm that it keeps."""
+        """Formats of the entries that the rule names, and of the norm at the first step."""
         entries, dtypes = dict(self.rule.state(self.matrix)), self.rule.dtypes
-        if self.keeps_norm:
+        if self.is_controlled and self.rule.keeps_first_norm:
             entries[NORM] = Entry(())
 
         def dtype_of(entry: Entry) -> torch.dtype:
@@ -369,11 +368,11 @@ def layout_of(shape: tuple[int, ...], rule: Rule, *, contiguous: bool = True) ->
         layout, inner = StackedLayout, (m, b * n) if n <= m else (b * m, n)
     matrix = Matrix(inner, len(shape))
     rule = rule.on(matrix)
-    keeps_norm = rule.keep_norm and len(inner) > 1
+    is_controlled = rule.controls_matrices and len(inner) > 1
     is_8_bit = rule.elementwise and rule.dtypes["moment"] in CODES
     if is_8_bit and not is_coded(shape):
         rule, is_8_bit = replace(rule, state_dtype=torch.float32), False
-    if rule.elementwise and contiguous and 0 not in shape and not keeps_norm:
+    if rule.elementwise and contiguous and 0 not in shape and not is_controlled:
         if is_8_bit:
             rows = math.prod(shape[:-1])
             return RowLayout(tuple(shape), rows, tuple(shape[-1:]), (), rule, len(shape))

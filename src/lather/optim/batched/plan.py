@@ -37,7 +37,8 @@ from lather.optim.batched.precision import ALLOWED, changed_precision
 from lather.optim.batched.remainders import remainder_of, round_weights, wide_weights
 from lather.optim.batched.roster import Change, ParamInfo, Roster
 from lather.optim.batched.runs import MemberRun
-from lather.optim.linalg.scale import norms, stepped_at_norm
+from lather.optim.controls import stepped
+from lather.optim.linalg.scale import norms
 from lather.optim.rule import RefreshingRule
 from lather.optim.sharded.exchange import OwnerExchange
 from lather.torch_private import foreach_add_, foreach_copy_, foreach_mul_, get_fp32_precision
@@ -175,11 +176,12 @@ class Chunk:
         if run.info.needs_weights:
             state.weights = self.weights()
         u = run.rule.update(self.gradients(), state, run.step)
-        if run.info.layout.keeps_norm:
+        if run.info.is_controlled:
             assert state.weights is not None
-            if run.step == 1:
+            if NORM in state and run.step == 1:
                 state[NORM] = norms(state.weights)
-            u = stepped_at_norm(state.weights, u, run.lr, state[NORM])
+            first, decay = state.get(NORM), run.rule.decay(run.lr)
+            u = stepped(state.weights, u, run.rule, run.lr, decay, first)
         self._change_weights(u)
         has_refresh = isinstance(run.rule, RefreshingRule)
         state.store(MOMENTS if has_refresh else (*MOMENTS, "basis"), run.step)

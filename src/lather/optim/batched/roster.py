@@ -21,6 +21,7 @@ from torch import Tensor
 from lather.boxes import local
 from lather.optim.batched.group_keys import asks
 from lather.optim.batched.matrix_layout import Layout
+from lather.optim.controls import CONTROLS, merged
 from lather.optim.options import options_of
 from lather.optim.plain import as_count, rate_of
 from lather.optim.rule import Matrix, RefreshingRule, Rule
@@ -117,7 +118,8 @@ def _add_variant(variants: list[tuple[Matrix, Rule]], matrix: Matrix, rule: Rule
 
 def _structure(matrix: Matrix, rule: Rule) -> tuple[object, ...]:
     """Return everything about a rule for a matrix on which a plan depends, but for numbers."""
-    return type(rule), rule.dims(matrix), rule.couples_decay, rule.state(matrix)
+    controls = rule.controls_matrices, rule.decays_cautiously
+    return type(rule), rule.dims(matrix), rule.couples_decay, controls, rule.state(matrix)
 
 
 class Change(NamedTuple):
@@ -182,7 +184,12 @@ class ParamInfo:
     @cached_property
     def needs_weights(self) -> bool:
         """Whether the update depends on the weights."""
-        return self.rule.couples_decay or self.layout.keeps_norm
+        return self.rule.couples_decay or self.is_controlled
+
+    @cached_property
+    def is_controlled(self) -> bool:
+        """Whether the update of a step is the new weights (`lather.optim.controls.stepped`)."""
+        return self.layout.is_controlled or self.rule.decays_cautiously
 
     @cached_property
     def has_statistics(self) -> bool:
@@ -190,10 +197,9 @@ class ParamInfo:
         return bool(self.layout.dims) and type(self.rule).statistics is not Rule.statistics
 
     def change(self) -> Change:
-        """Return the change of the weights by the update of this step; with `keep_norm` the update
-        is the new weights."""
+        """Return the change of the weights by the update of this step."""
         lr, rounding = self.settings.lr, self.rule.weight_rounding
-        if self.layout.keeps_norm:
+        if self.is_controlled:
             return REPLACEMENT._replace(rounding=rounding)
         return Change(lr, self.rule.decay(lr), rounding=rounding)
 
@@ -268,12 +274,13 @@ def _form(info: ParamInfo) -> tuple[object, ...]:
 
 SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"}
 """Options that a group takes from the optimizer's default rule even if its rule is of another
-class."""
+class, but for `CONTROLS`."""
 
 
 def group_options(group: Mapping[str, Any], rule: type[Rule], default: Rule) -> dict[str, Any]:
     """Return all options of a group with this rule: those that the group gives; then those of the
-    optimizer's default rule; then the rule's defaults.
+    optimizer's default rule; then the rule's defaults. A group that names its rule has no controls
+    of the default rule.
 
     If the default rule has a rule of this class for vectors (SOAP has AdamW), the options of that
     rule take the place of its own."""
@@ -281,9 +288,10 @@ def group_options(group: Mapping[str, Any], rule: type[Rule], default: Rule) -> 
     source = on_vectors if type(on_vectors) is rule else default
     options = {name: option.default for name, option in options_of(rule).items()}
     for name in options.keys() & options_of(type(source)).keys():
-        if type(source) is rule or name in SHARED or options[name] is MISSING:
+        is_shared = type(source) is rule or name in SHARED or options[name] is MISSING
+        if is_shared and not ("rule" in group and name in CONTROLS):
             options[name] = getattr(source, name)
-    return options | {name: group[name] for name in options.keys() & group.keys()}
+    return merged(options, {name: group[name] for name in options.keys() & group.keys()})
 
 
 def plain_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class RuleGroups:
         self.roster: Roster | None = None
         """Roster of the groups, if it was made."""
         self.had_matrices: dict[str, bool] = {}
-        """Name of each rule for matrices (or that keeps their norms) -> whether it has had any."""
+        """Name of each rule for matrices (or that controls them) -> whether it has had any."""
         self._is_complete = False
         """Whether the groups that the optimizer was made with are there."""
         self._unknown: frozenset[str] = frozenset()

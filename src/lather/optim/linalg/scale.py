@@ -43,15 +43,6 @@ def factors_between(target: Tensor, norm: Tensor) -> Tensor:
     return (target / norm.clamp_min(limits.tiny)).clamp_max(limits.max)
 
 
-def stepped_at_norm(
-    w: Float[Tensor, "b *dims"], u: Float[Tensor, "b *dims"], lr: float, r: Float[Tensor, " b"]
-) -> Float[Tensor, "b *dims"]:
-    """Return W - lr r U / |U|, scaled to the norm r of each matrix; W - lr U where r is 0."""
-    r = r.view(-1, *[1] * (u.dim() - 1))
-    new = w - lr * (u * factors_between(r, norms(u).view(r.shape)).where(r > 0, 1.0))
-    return new * factors_between(r, norms(new).view(r.shape)).where(r > 0, 1.0)
-
-
 def powers_of_two(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
     """Return for each matrix of x (B, ...) a power of two with an even exponent, between half and
     twice its largest element, or the nearest that the dtype of x has."""

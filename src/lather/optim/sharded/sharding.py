@@ -28,6 +28,7 @@ from lather.device import Read, read
 from lather.optim.batched.buckets import BUCKET_BYTES, Member, in_batches
 from lather.optim.batched.matrix_layout import Layout, RowLayout
 from lather.optim.batched.roster import ParamInfo, comparable
+from lather.optim.controls import CONTROLS
 from lather.optim.sharded.exchange import OwnerExchange, member_of
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit, rows_of_copies, share_out
 from lather.optim.sharded.placement import Spread, spread_of_dtensor, spread_of_shard
@@ -130,7 +131,7 @@ class Sharding:
             elif info.spread is not None and not self._still_fits(info):
                 raise ValueError(
                     "matrix_layout, max_precond_dim, precondition_1d, sides, ownership or a limit "
-                    "on the update of a sharded parameter "
+                    "on the update or a control of a sharded parameter "
                     f"of shape {info.spread.shape} was changed after its state was made: save its "
                     "state_dict(), make a new optimizer "
                     "with the new options, and load the entries that still fit"
@@ -180,7 +181,7 @@ class Sharding:
                 rule.ownership,
                 rule.matrix_layout,
                 comparable(rule.state_dtype),
-                rule.keep_norm,
+                *(getattr(rule, name) for name in sorted(CONTROLS)),
                 rule.offload,
                 rule.weight_rounding,
             )
