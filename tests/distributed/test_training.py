@@ -35,7 +35,11 @@ MODEL: dict[str, Any] = {**TINY, "aux_loss_alpha": 0.01, "tie_word_embeddings": 
 EVERYTHING: dict[str, Any] = {
     "data": {"packed_attention": True},
     "moe": {"z_loss_coefficient": 0.01, "bias_update_rate": 0.01},
-    "train": {"recompute": ["attention", "experts", "shared_experts"], "qk_clip": 0.017},
+    "train": {
+        "recompute": ["attention", "experts", "shared_experts"],
+        "qk_clip": 0.017,
+        "average_timescale": 0.5,
+    },
     "log": {"expert_load_every": 2, "attention_logits_every": 2},
 }
 FEW = {"batch_size": 4}

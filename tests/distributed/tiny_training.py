@@ -11,7 +11,8 @@ import torch
 from lather.config.config import Config
 from lather.config.toml_file import config_from_mapping
 from lather.parallel.mesh import Mesh
-from lather.train.loop import RunOutcome, train
+from lather.train.loop import train
+from lather.train.outcome import RunOutcome
 from lather.train.requests import RunRequests
 from tiny_model import TINY
 

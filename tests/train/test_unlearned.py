@@ -27,7 +27,8 @@ from lather.files import read_rows
 from lather.models.decoder import Decoder
 from lather.optim import AdamW
 from lather.train.display import PlainDisplay
-from lather.train.loop import RunOutcome, train
+from lather.train.loop import train
+from lather.train.outcome import RunOutcome
 from lather.train.plot import draw
 from lather.train.report import report_data
 from tiny_model import VOCAB_SIZE

@@ -36,6 +36,8 @@ from lather.safetensors_file import DTYPES, TensorHeader
 
 STATE_FILE = "state.json"
 BEST = "best"
+AVERAGE = "average/"
+"""Prefix of the names of averaged weights."""
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 
@@ -198,6 +200,11 @@ class Table:
     """Class of the optimizer; None if no optimizer state was saved."""
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredEntry]
+
+    @property
+    def has_average(self) -> bool:
+        """Whether it has averaged weights."""
+        return any(name.startswith(AVERAGE) for name in self.tensors)
 
     def write(self, folder: Path) -> None:
         """Write the table into the folder of the checkpoint, a line per file and tensor, and sync

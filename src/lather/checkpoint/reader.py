@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lather.boxes import Box, Piece
 from lather.checkpoint.folder import (
+    AVERAGE,
     STATE_FILE,
     Progress,
     StoredEntry,
@@ -48,20 +49,37 @@ def open_checkpoint(path: Path) -> CheckpointTensors:
 class CheckpointTensors:
     """The tensors of a checkpoint, read on demand in one process."""
 
-    def __init__(self, folder: Path, table: Table, *, of_weights: bool = False) -> None:
-        """`of_weights`: only parameters and buffers."""
+    def __init__(
+        self, folder: Path, table: Table, *, of_weights: bool = False, averaged: bool = False
+    ) -> None:
+        """`of_weights`: only parameters and buffers; `averaged`: with the averages in the place of
+        the parameters that have one."""
         self.folder, self.table, self._files = folder, table, dict[str, SafetensorsFiles]()
+        self._stored_as = {
+            name: f"{AVERAGE}{name}"
+            for name in table.tensors
+            if averaged and f"{AVERAGE}{name}" in table.tensors
+        }
         halves = {name for name in table.tensors if f"{name}/{REMAINDER}" in table.tensors}
         self.tensors = {
             name: replace(entry, dtype="F32") if name in halves else entry
-            for name, entry in table.tensors.items()
+            for name in table.tensors
             if not (of_weights and "/" in name)
+            for entry in [table.tensors[self._stored_as.get(name, name)]]
         }
         """The tensors by name. A weight in bf16 with a remainder is one in fp32."""
 
-    def weights(self) -> CheckpointTensors:
-        """Return only the parameters and buffers."""
-        return CheckpointTensors(self.folder, self.table, of_weights=True)
+    def weights(self, *, averaged: bool = False) -> CheckpointTensors:
+        """Return only the parameters and buffers; `averaged`: of trained parameters the averages.
+
+        Raises CheckpointError if the checkpoint has no averages.
+        """
+        if averaged and not self.table.has_average:
+            raise CheckpointError(
+                f"{self.folder}: has no averaged weights, because its run had "
+                "train.average_timescale = 0: train with one, such as 0.1, or take the raw weights"
+            )
+        return CheckpointTensors(self.folder, self.table, of_weights=True, averaged=averaged)
 
     def read(self, name: str, index: Index = ()) -> Tensor:
         """Return `tensor[index]` on the CPU; only this and one piece are in memory."""
@@ -78,6 +96,7 @@ class CheckpointTensors:
 
         Only the requested rows of a stored box are read, and its other dims completely.
         """
+        name = self._stored_as.get(name, name)
         if (half := f"{name}/{REMAINDER}") not in self.table.tensors:
             self._read_stored(target, name, offset)
             return
@@ -149,6 +168,7 @@ def _box_of(shape: tuple[int, ...], index: Index) -> Box:
 
 def load_checkpoint(path: Path, state: TrainingState) -> Progress:
     """Load weights and, if there is an optimizer, optimizer and random state, saved on any mesh.
+    An average of weights of which the checkpoint has none begins with the weights.
 
     Every rank calls this. The ranks share the check of the files, and everything is compared with
     the state before anything is changed. A rank's random state is loaded if the checkpoint has one
@@ -187,6 +207,10 @@ def load_checkpoint(path: Path, state: TrainingState) -> Progress:
             except ValueError as error:
                 raise CheckpointError(f"{file}: {error}") from None
     state.set_random_state(random)
+    if state.average is not None:
+        state.average.restart()
+        averages = [piece for piece in state.averages() if piece.name in table.tensors]
+        _load(tensors, averages, state)
     return table.progress
 
 
@@ -209,13 +233,13 @@ def _read_entry(
             tensors.read_into(piece.value, piece.name, piece.offset)
 
 
-def load_parameters(path: Path, state: TrainingState) -> None:
-    """Load another run's weights as initial weights. The correction bias of a router that only one
-    of the two runs has is left out.
+def load_parameters(path: Path, state: TrainingState, *, averaged: bool = False) -> None:
+    """Load another run's weights, or its averaged weights, as initial weights. The correction bias
+    of a router that only one of the two runs has is left out.
 
-    Raises CheckpointError as `load_checkpoint` does.
+    Raises CheckpointError as `load_checkpoint` does, and if there are no averaged weights.
     """
-    tensors = _open(path, state, without=(CORRECTION_BIAS,))
+    tensors = _open(path, state, without=(CORRECTION_BIAS,)).weights(averaged=averaged)
     pieces = [
         piece
         for piece in state.weights()

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lather.boxes import Piece, PieceKey
-from lather.checkpoint.folder import StoredEntry
+from lather.checkpoint.folder import AVERAGE, StoredEntry
 from lather.device import gpu_module, is_gpu
+from lather.engine.averaged_weights import AveragedWeights
 from lather.errors import CheckpointError
 from lather.models.entry_names import entry_name, is_stack
 from lather.optim import MatrixOptimizer
@@ -42,7 +43,8 @@ key."""
 
 
 class TrainingState:
-    """Weights, buffers, optimizer state and random state of this rank, for saving and loading."""
+    """Weights, buffers, averaged weights, optimizer state and random state of this rank, for saving
+    and loading."""
 
     def __init__(
         self,
@@ -50,10 +52,12 @@ class TrainingState:
         module: nn.Module,
         optimizer: MatrixOptimizer | None,
         mesh: Mesh,
+        average: AveragedWeights | None = None,
     ) -> None:
         """`parameters`: those of a rank's engine or of a whole model; `module`: its part of the
         model, or the model."""
         self.parameters, self.optimizer, self.mesh = list(parameters), optimizer, mesh
+        self.average = average
         persistent = module.state_dict().keys()
         self._buffers = [
             _whole(name, x) for name, x in module.named_buffers() if name in persistent
@@ -86,13 +90,22 @@ class TrainingState:
 
     def pieces(self) -> list[Piece]:
         """Return everything that a checkpoint holds."""
-        return [*self.weights(), *self.optimizer_state(), *self.random_state()]
+        optimizer = self.optimizer_state()
+        return [*self.weights(), *self.averages(), *optimizer, *self.random_state()]
 
     def weights(self) -> Iterator[Piece]:
         """Yield parameters, tied ones once, and persistent buffers."""
         for entry in self.parameters:
             yield from _pieces(entry.info, _whole("", entry.parameter.detach()))
         yield from self._buffers
+
+    def averages(self) -> Iterator[Piece]:
+        """Yield the averages of trained parameters, if the run has them."""
+        values = {} if self.average is None else self.average.values
+        for entry in self.parameters:
+            if entry.source in values:
+                for piece in _pieces(entry.info, _whole("", values[entry.source])):
+                    yield replace(piece, name=f"{AVERAGE}{piece.name}")
 
     def remainders(self) -> dict[PieceKey, Tensor]:
         """Return by the keys of pieces of weights in bf16 what rounding has dropped from them, as
@@ -199,7 +212,7 @@ def state_shapes(tensors: Mapping[str, StoredEntry | Piece]) -> Shapes:
     shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, tensor in tensors.items():
         entry, slash, key = name.rpartition("/")
-        is_state = slash and not name.startswith(RANDOM)
+        is_state = slash and not name.startswith((AVERAGE, RANDOM))
         if is_state and key != REMAINDER and not key.endswith((SCALE, DIAGONAL)):
             kept = key.removesuffix(ENCODED)
             in_16_bits = f"{entry}/{kept}{DIAGONAL}" in tensors  # pairs of bytes

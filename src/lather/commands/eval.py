@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lather.argument import Argument
+from lather.checkpoint.chosen_weights import Weights
 from lather.commands.parsing import parse_arguments
 from lather.config.records import Number
 from lather.console import command_console, titled_table
@@ -62,6 +63,9 @@ class EvalArguments:
     """Sequences, or requests of tasks, per batch."""
     step: int = -1
     """Step of the checkpoint; negative: the newest."""
+    weights: Weights = "raw"
+    """raw: the weights after that step; average: those that the run has averaged
+    (train.average_timescale); last:N: the mean of the last N checkpoints."""
     json: bool = False
     """Print the results as one JSON object."""
     tasks: str = ""
@@ -81,7 +85,7 @@ def eval_command(arguments: list[str]) -> None:
     record."""
     parsed = parse_arguments(EvalArguments, "lather eval", arguments)
     tasks = [task.strip() for task in parsed.tasks.split(",") if task.strip()]
-    trained = TrainedModel.find(parsed.run, parsed.step)
+    trained = TrainedModel.find(parsed.run, parsed.step, parsed.weights)
     length = trained.context(parsed.sequence_length, "--sequence-length")
     _refuse_options_without_effect(parsed)
     run_tasks = _prepare_tasks(trained, tasks, parsed, length) if tasks else dict
@@ -90,6 +94,7 @@ def eval_command(arguments: list[str]) -> None:
     result: dict[str, Any] = {
         "run": str(trained.run),
         "step": trained.step,
+        "weights": trained.weights,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "sequence_length": length,
         "max_sequences": parsed.max_sequences,

@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 import torch
 
 from lather.argument import Argument
+from lather.checkpoint.chosen_weights import Weights, chosen_weights
 from lather.checkpoint.folder import find_checkpoint
 from lather.checkpoint.held import held_checkpoint
-from lather.checkpoint.reader import open_checkpoint
 from lather.checkpoint.save import write_first_checkpoint
 from lather.commands.parsing import parse_arguments, parse_size
 from lather.config.config import Config, LoopConfig, Patterns
@@ -96,6 +96,9 @@ class ExportArguments:
     own."""
     step: int = -1
     """Step of the checkpoint; negative: the newest."""
+    weights: Weights = "raw"
+    """raw: the weights after that step; average: those that the run has averaged
+    (train.average_timescale); last:N: the mean of the last N checkpoints."""
     adapter: bool = False
     """Write only the adapters of [lora], in PEFT's format, instead of the model with the adapters
     merged."""
@@ -156,15 +159,17 @@ def export_command(arguments: list[str]) -> None:
             f"--base {parsed.base} applies to adapters only: give --adapter, or leave it out"
         )
     with held_checkpoint(run, lambda: find_checkpoint(parsed.run, parsed.step)[1]) as checkpoint:
+        kind = "" if parsed.weights == "raw" else f", {parsed.weights} weights,"
         if parsed.adapter:
-            _export_adapters(parsed, config, open_checkpoint(checkpoint).weights(), dtype)
-            print(f"adapters of {checkpoint.name} in {dtype}")
+            with chosen_weights(run, checkpoint, parsed.weights) as tensors:
+                _export_adapters(parsed, config, tensors, dtype)
+            print(f"adapters of {checkpoint.name}{kind} in {dtype}")
         else:
-            trained = TrainedModel(run, checkpoint, config)
+            trained = TrainedModel(run, checkpoint, config, parsed.weights)
             trained.export(parsed.folder, EXPORT_DTYPES[dtype], max_shard_bytes)
             with_tokenizer = (parsed.folder / TOKENIZER_FILE).is_file()
             more = "" if with_tokenizer else ", without a tokenizer"
-            print(f"{checkpoint.name} in {dtype}{more}")
+            print(f"{checkpoint.name}{kind} in {dtype}{more}")
     if config.model.transformers_note and not parsed.adapter:
         print(fit(f"note: {config.model.transformers_note}"))
     print(f"folder            {parsed.folder}")

@@ -14,6 +14,7 @@ from typing import Annotated
 from tokenizers import Tokenizer
 
 from lather.argument import Argument
+from lather.checkpoint.chosen_weights import Weights
 from lather.commands.parsing import parse_arguments
 from lather.config.records import Number
 from lather.data.conversations import Messages
@@ -75,6 +76,9 @@ class GenerateArguments:
     """Random seed of the first text; it grows by 1 with each further text."""
     step: int = -1
     """Step of the checkpoint; negative: the newest."""
+    weights: Weights = "raw"
+    """raw: the weights after that step; average: those that the run has averaged
+    (train.average_timescale); last:N: the mean of the last N checkpoints."""
     json: bool = False
     """Print one JSON object per text, each on a line."""
 
@@ -83,7 +87,7 @@ def generate_command(arguments: list[str]) -> None:
     """Generate and print the texts; a single text is printed while it is generated."""
     parsed = parse_arguments(GenerateArguments, "lather generate", arguments)
     _check(parsed)
-    trained = TrainedModel.find(parsed.run, parsed.step)
+    trained = TrainedModel.find(parsed.run, parsed.step, parsed.weights)
     writer = _Writer(parsed, trained)
     if parsed.chat:
         writer.talk(_lines_of_user())

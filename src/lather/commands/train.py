@@ -26,7 +26,8 @@ from lather.parallel.launch.start import GroupOptions, run_ranks, take_nproc
 from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
 from lather.train.display import LiveDisplay, PlainDisplay
-from lather.train.loop import DivergedError, RunOutcome, train
+from lather.train.loop import DivergedError, train
+from lather.train.outcome import RunOutcome
 from lather.train.requests import RunRequests
 from lather.train.run_config import (
     check_data_is_named,
@@ -162,6 +163,10 @@ def _report(config: Config, outcome: RunOutcome) -> None:
         both = f"{losses[0]:.4f} before, {losses[-1]:.4f} after"
         spent = f"{outcome.step} steps in {duration(outcome.seconds)} of training"
         print(fit(f"validation loss   {both} {spent}"))
+    if outcome.average_loss is not None:
+        print(
+            fit(f"averaged weights  {outcome.average_loss:.4f} (lather export --weights average)")
+        )
     run_dir = Path(config.run_dir)
     for name, path in {
         "metrics": run_dir / "metrics.jsonl",

@@ -35,8 +35,8 @@ from lather.models.families import ModelConfig
 CHANGES = "changes.jsonl"
 
 FREE = {
-    *("checkpoint", "data", "fork_from", "ignore_fields", "init_from", "log", "moe.memory"),
-    *("parallel", "run_dir"),
+    *("checkpoint", "data", "fork_from", "ignore_fields", "init_from", "init_weights", "log"),
+    *("moe.memory", "parallel", "run_dir"),
     *("train.compile", "train.deterministic", "train.device", "train.max_skipped_steps"),
     *("train.micro_batch_size", "train.minutes", "train.offload_frozen"),
     *("train.recompute", "train.rounded_weights"),
@@ -49,7 +49,8 @@ FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "offload", "max_state_
 CHANGEABLE = (
     *("data.path", "data.weights", "train.max_grad_norm", "train.qk_clip", "train.steps"),
     *("moe.balance_coefficient", "moe.z_loss_coefficient"),
-    *("train.gradient_dtype", "train.mtp_loss_weight", "train.weight_dtype"),
+    *("train.average_timescale", "train.gradient_dtype", "train.mtp_loss_weight"),
+    "train.weight_dtype",
 )
 """Keys. For `data.path` only the number of data sets counts: the same data sets may move to other
 places."""

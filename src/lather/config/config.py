@@ -21,6 +21,7 @@ from lather.models.hf.model_folder import Reading
 from lather.models.lora import LoraConfig
 from lather.optim.options import (
     Count,
+    Decay,
     NonNegative,
     Positive,
     Range,
@@ -82,6 +83,11 @@ class LoopConfig:
     """QK-clip: after each step scale the projections of queries and keys of every attention head
     whose largest logit was above this value, so that it falls to it; Kimi K2 was trained with 100.
     0: no clipping. For models without norms of queries and keys."""
+    average_timescale: Decay = 0.0
+    """Also keep an exponential average of the trained weights, whose time constant is this fraction
+    of the run's steps: try 0.05 to 0.2, most useful with a rate that does not fall to zero. It is
+    validated beside the weights, saved in checkpoints, and chosen with --weights average; 4 bytes
+    per trained weight. 0: none."""
     trainable: Patterns = ()
     """Patterns of parameter names to train, such as layers.0.* or *.experts.*; none: all
     parameters. With [lora]: in addition to the adapters."""
@@ -259,6 +265,9 @@ class Config:
     init_from: str = ""
     """Initial weights of a new run: a Hugging Face folder, RUN (its newest checkpoint), RUN@STEP or
     RUN@best; empty: random weights."""
+    init_weights: Literal["raw", "average"] = "raw"
+    """The weights of the run that init_from names. average: those that it has averaged
+    (train.average_timescale)."""
     ignore_fields: Patterns = ()
     """Fields of the config.json of init_from that are passed over although they may change the
     model; rope_scaling.KEY for one in another."""

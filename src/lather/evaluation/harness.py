@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import lm_eval
@@ -103,7 +104,7 @@ def _exported(trained: TrainedModel, folder: Path, context: int, batch_size: int
     """Write the model to `folder`; return the harness's model of it, with the tokenizer, the end
     of documents and the chat template of the run."""
     with held_checkpoint(trained.run, lambda: trained.checkpoint) as checkpoint:
-        TrainedModel(trained.run, checkpoint, trained.config).export(folder, torch.float32)
+        replace(trained, checkpoint=checkpoint).export(folder, torch.float32)
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
         folder,
         model_max_length=sys.maxsize,  # HFLM cuts texts to `context`

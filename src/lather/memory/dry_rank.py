@@ -28,6 +28,7 @@ from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.data.batches import Batch
 from lather.device import Read
+from lather.engine.averaged_weights import AveragedWeights
 from lather.engine.engine import Engine, build_engine
 from lather.memory.ledger import Ledger
 from lather.memory.work import Work, WorkTally
@@ -177,11 +178,14 @@ class LedgerMode(StandInMode, Recorder):
                 if isinstance(x, Tensor):
                     self.ledger.label(kind_of_state(name), [local(x)])
 
-    def save(self, optimizer: MatrixOptimizer, staging: Staging | None) -> int:
+    def save(
+        self, optimizer: MatrixOptimizer, average: AveragedWeights | None, staging: Staging | None
+    ) -> int:
         """Collect the tensors of the rank's checkpoint without writing them; return their bytes.
         `staging` copies them to the stand-in device, which is then a CPU, and keeps the copies."""
+        engine = self.engine
         pieces = TrainingState(
-            self.engine.parameters, self.engine.part, optimizer, self.engine.mesh
+            engine.parameters, engine.part, optimizer, engine.mesh, average
         ).pieces()
         written = {piece.key: piece.value for piece in pieces if piece.is_stored}
         if staging is not None:

@@ -14,6 +14,7 @@ from lather.boxes import gradient_dtype
 from lather.checkpoint.save import Staging
 from lather.config.config import Config
 from lather.device import is_gpu
+from lather.engine.averaged_weights import averaged_weights
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
 from lather.memory.dry_rank import BUILDING, DryRank, dry_rank, kind_of_state
@@ -108,6 +109,9 @@ def dry_run(
         engine, mode, ledger = dry.engine, dry.mode, dry.mode.ledger
         timelines = {BUILDING: ledger.timeline()}
         optimizer = build_optimizer(config.optim, engine.parameters)
+        average = averaged_weights(config.train, engine.parameters, optimizer)
+        if average is not None:
+            ledger.label("parameters", average.values.values())
         held = _omitted_inputs(dry)
         ledger.label("activations", held)
 
@@ -127,11 +131,17 @@ def dry_run(
             record(f"{FIRST}, again", lambda: step_without_passes(step))
         copies = config.checkpoint.asynchronous and not is_gpu(engine.mesh.device)
         staging = Staging(torch.device("cpu"), engine.mesh.device) if copies else None
-        checkpoint_bytes = record(SAVE, lambda: mode.save(optimizer, staging))
+        checkpoint_bytes = record(SAVE, lambda: mode.save(optimizer, average, staging))
         with_logits = config.log.attention_logits_every > 0
-        record(STEP, lambda: step(dry.batch, RATE, with_logits=with_logits))
+
+        def whole_step() -> None:
+            step(dry.batch, RATE, with_logits=with_logits)
+            if average is not None:
+                average.update(1)
+
+        record(STEP, whole_step)
         if any(group.get("async_refresh") for group in optimizer.param_groups):
-            record("a step beside refreshes", lambda: step(dry.batch, RATE))
+            record("a step beside refreshes", whole_step)
         share, work = engine.part.share, dict(mode.tally.sums)
         return RankRun(
             rank,

@@ -5,12 +5,14 @@ a model and adds new adapters."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from lather.checkpoint.folder import find_checkpoint, list_checkpoints
+from lather.checkpoint.held import held_checkpoint
 from lather.checkpoint.reader import load_parameters, open_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
@@ -26,7 +28,7 @@ from lather.models.hf.model_folder import (
 )
 from lather.models.routing import CORRECTION_BIAS
 from lather.optim.batched.remainders import REMAINDER, set_weight
-from lather.parallel.agreement import errors_on_all_ranks
+from lather.parallel.agreement import broadcast, errors_on_all_ranks
 from lather.safetensors_file import TensorSource
 from lather.train.companions import same_tokenizer
 
@@ -38,6 +40,11 @@ def find_weights(config: Config) -> Path:
     DataError if no tokenizer is known for it."""
     name, source = config.init_from, folder_of(config.init_from)
     weights = source
+    if (source / CONFIG_FILE).is_file() and config.init_weights != "raw":
+        raise ConfigError(
+            f"init_weights = {config.init_weights!r} applies to runs, and "
+            f"init_from = {name!r} is a Hugging Face folder: leave it out"
+        )
     if not (source / CONFIG_FILE).is_file():
         checkpoints = list_checkpoints(source / "checkpoints")
         if not checkpoints:
@@ -96,26 +103,34 @@ def load_weights(path: Path, state: TrainingState, config: Config) -> None:
 
     Raises CheckpointError or ExchangeError, on all ranks, if the weights are damaged or do not fit.
     """
+    group = state.mesh.control_group
     if (path / CONFIG_FILE).is_file():
-        with errors_on_all_ranks(state.mesh.control_group):
-            _copy_weights(open_hugging_face(path, **config.reading)[0], state)
+        with errors_on_all_ranks(group):
+            copy_weights(open_hugging_face(path, **config.reading)[0], state)
         return
-    theirs = load_run(path.parent.parent)
+    run = path.parent.parent
+    theirs, averaged = load_run(run), config.init_weights == "average"
     differ = theirs.lora.rank or theirs.model.num_nextn_predict_layers
-    if differ or any(is_adapters(name) for name in state.names()):
-        with errors_on_all_ranks(state.mesh.control_group):
-            _copy_weights(MergedTensors(open_checkpoint(path).weights(), theirs.lora.scale), state)
-    else:
-        load_parameters(path, state)
+    with contextlib.ExitStack() as cleanup:
+        held = path
+        if state.mesh.rank == 0:  # until all ranks have read it
+            held = cleanup.enter_context(held_checkpoint(run, lambda: path))
+        held = broadcast(held, group)
+        if differ or any(is_adapters(name) for name in state.names()):
+            with errors_on_all_ranks(group):
+                weights = open_checkpoint(held).weights(averaged=averaged)
+                copy_weights(MergedTensors(weights, theirs.lora.scale), state)
+        else:
+            load_parameters(held, state, averaged=averaged)
 
 
 @torch.no_grad()
-def _copy_weights(source: TensorSource, state: TrainingState) -> None:
-    """Copy this rank's part of every weight except adapters, and correction biases that the source
-    lacks.
+def copy_weights(source: TensorSource, state: TrainingState) -> None:
+    """Copy this rank's part of every weight that the source has. It may lack adapters and
+    correction biases.
 
-    Raises CheckpointError, before anything is changed, if the source lacks a weight or a shape
-    differs.
+    Raises CheckpointError, before anything is changed, if the source lacks another weight or a
+    shape differs.
     """
     headers = source.tensors
     pieces = [
@@ -128,8 +143,8 @@ def _copy_weights(source: TensorSource, state: TrainingState) -> None:
         shape = headers[piece.name].shape if piece.name in headers else "absent"
         if shape != piece.shape:
             raise CheckpointError(
-                f"{piece.name!r} is {shape} in init_from, but {piece.shape} in the model: give "
-                "weights of this model"
+                f"{piece.name!r} is {shape} in the given weights, but {piece.shape} in the model: "
+                "give weights of this model"
             )
     remainders = state.remainders()
     for piece in pieces:

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -27,6 +27,7 @@ from lather.config.changes import values_of
 from lather.config.config import Config
 from lather.data.batches import Batch
 from lather.device import Read, deterministic, is_gpu, read
+from lather.engine.averaged_weights import averaged_weights
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep, learning_rates, pick_device
@@ -41,9 +42,11 @@ from lather.train.initial_weights import find_weights, load_weights, notes_on_we
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.metrics import MetricsWriter
 from lather.train.notices import Notices, describe_run, rates_at
+from lather.train.outcome import RunOutcome
 from lather.train.requests import SAME_REQUEST_SECONDS, RunRequests, TimeLimit
 from lather.train.run_dir import RunData, RunDirectory, open_on_all_ranks
 from lather.train.trained_model import SAMPLE, TrainedModel
+from lather.train.validation import Validation
 
 
 class DivergedError(RuntimeError):
@@ -59,23 +62,6 @@ class Display(Protocol):
 
     def step(self, row: metrics.StepRow, num_steps: int) -> None:
         """Show a completed training step."""
-
-
-@dataclass(frozen=True)
-class RunOutcome:
-    """The result of a run."""
-
-    finished: bool
-    """False if a signal or `train.minutes` ended the run early; the same command resumes it."""
-    step: int
-    seconds: float
-    validation_losses: list[float | None]
-    """All of the run, first to last; None for a loss that was not finite. Empty on ranks other than
-    0."""
-    sample: str
-    checkpoint: Path
-    out_of_time: bool = False
-    """Whether `train.minutes` ended the run. False on ranks other than 0."""
 
 
 def train(
@@ -157,6 +143,7 @@ class _TrainingRun:
         layers = None if partition is None else partition.stages
         self.engine = build_engine(config, mesh, record=self.timeline, layers=layers)
         self.optimizer = build_optimizer(config.optim, self.engine.parameters)
+        self.average = averaged_weights(config.train, self.engine.parameters, self.optimizer)
         clips = config.train.max_grad_norm, config.train.qk_clip
         self.step = TrainStep(self.engine, self.optimizer, *clips)
         self.saver = self._new_saver()
@@ -169,6 +156,9 @@ class _TrainingRun:
         self.metrics = self._open_metrics(self.progress.step if checkpoints else None)
         self.memory = MemoryCheck(config, mesh, display.note, partition)
         self.notices = Notices(config, display.note)
+        self.validation = Validation(
+            self.engine, self.average, data.held_out, self.notices, display.note
+        )
         self.last_request = 0.0
         """When the last requested checkpoint was started, in seconds of `time.monotonic`."""
         self.out_of_time = False
@@ -180,10 +170,10 @@ class _TrainingRun:
             self._find_best(checkpoints)
 
     def _new_saver(self) -> Saver:
-        saving = self.config.checkpoint
+        saving, engine = self.config.checkpoint, self.engine
         return Saver(
             self.path / "checkpoints",
-            TrainingState(self.engine.parameters, self.engine.part, self.optimizer, self.mesh),
+            TrainingState(engine.parameters, engine.part, self.optimizer, self.mesh, self.average),
             retention=Retention(saving.keep_last, saving.keep_every),
             asynchronous=saving.asynchronous,
         )
@@ -196,6 +186,8 @@ class _TrainingRun:
             return progress
         if weights is not None:
             load_weights(weights, self.saver.state, self.config)
+            if self.average is not None:
+                self.average.restart()
             self.display.note(f"starting from the weights of {weights}")
         return Progress(0, 0.0)
 
@@ -239,7 +231,8 @@ class _TrainingRun:
                     self._save()
             checkpoint = self._save()
             self.saver.wait()
-            self.memory.finish(self.engine, self.optimizer)
+            averages = () if self.average is None else self.average.values.values()
+            self.memory.finish(self.engine, self.optimizer, averages)
         except DivergedError:  # on all ranks
             self.saver.wait()
             raise
@@ -254,7 +247,10 @@ class _TrainingRun:
 
     def _time_limit(self, started: float) -> TimeLimit:
         minutes = self.config.train.minutes
-        num_bytes = sum(piece.value.nbytes for piece in self.saver.state.pieces()) if minutes else 0
+        if not minutes:
+            return TimeLimit(minutes, started, 0)
+        self.optimizer.init_state()  # which the first checkpoint has
+        num_bytes = sum(piece.value.nbytes for piece in self.saver.state.pieces())
         return TimeLimit(minutes, started, num_bytes)
 
     def _before_first_step(self) -> None:
@@ -296,6 +292,8 @@ class _TrainingRun:
             self.timeline.begin()
         with_logits = _is_due(number, self.config.log.attention_logits_every)
         result = self.step(self._batch(number), rates, with_logits=with_logits)
+        if self.average is not None and not result.skipped:
+            self.average.update(number)
         if is_recorded and (of_ranks := gather(self.timeline.end(), self.mesh.control_group)):
             with optional_file(self.path / TIMELINE, self.display.note):
                 append_timeline(self.path / TIMELINE, number, chain.from_iterable(of_ranks))
@@ -333,23 +331,12 @@ class _TrainingRun:
         return self.batches.batch(number, self.mesh.data_rank, self.mesh.data_size)
 
     def _validate(self) -> bool:
-        """Evaluate on the held-out sequences, every time the same. Return whether to save a
-        checkpoint because the loss of the first set, which is the run's validation loss, is the
-        lowest so far."""
-        ranks = self.mesh.data_rank, self.mesh.data_size
-        batches = {name: held_out.batch(*ranks) for name, held_out in self.held_out.items()}
-        losses = {name: self.engine.validation_loss(batch) for name, batch in batches.items()}
-        if not losses:
+        """Validate; return whether to save a checkpoint because the validation loss, that of the
+        weights on the run's own held-out set, is the lowest so far."""
+        row, step = self.validation.run(self.progress), self.progress.step
+        if row is None:
             return False
-        step = self.progress.step
-        row = metrics.validation_row(losses, self.progress)
         self._write(row)
-        texts = ["-" if loss is None else f"{loss:.4f}" for loss in losses.values()]
-        by_set = ", ".join(f"{name} {text}" for name, text in zip(losses, texts, strict=True))
-        sets = f" ({by_set})" if len(losses) > 1 else ""
-        self.display.note(f"step {step}: validation loss {texts[0]}{sets}")
-        sizes = {name: len(held_out.indices) for name, held_out in self.held_out.items()}
-        self.notices.watch_validation(losses, sizes)
         loss = row["validation_loss"]
         is_best = self.config.checkpoint.keep_best and step > 0 and loss < self.lowest_loss
         if is_best:
@@ -377,6 +364,7 @@ class _TrainingRun:
         finished = self.progress.step == self.config.train.steps
         rows = [] if self.metrics is None else read_rows(self.metrics.path)
         losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
+        averaged = [row.get("average_validation_loss") for row in rows if "validation_loss" in row]
         sample = self._sample(checkpoint) if finished and self.mesh.rank == 0 else ""
         if sample:
             with optional_file(self.path / SAMPLE, self.display.note):
@@ -386,7 +374,10 @@ class _TrainingRun:
 
             draw_run(self.path, self.display.note)
         step, seconds = self.progress.step, self.progress.seconds
-        return RunOutcome(finished, step, seconds, losses, sample, checkpoint, self.out_of_time)
+        average_loss = averaged[-1] if averaged else None
+        return RunOutcome(
+            finished, step, seconds, losses, sample, checkpoint, average_loss, self.out_of_time
+        )
 
     def _sample(self, checkpoint: Path) -> str:
         """Generate the sample if it is wanted and the run has a tokenizer, which data sets of token

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,16 @@ class MemoryCheck:
         if is_gpu(self.mesh.device):
             self.peak = max(self.peak, peak)
 
-    def finish(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    def finish(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        averages: Collection[torch.Tensor] = (),
+    ) -> None:
         """Write planned and measured bytes, and warn where they differ."""
         if not self.is_on:
             return
-        measured = dict(measured_bytes(engine, optimizer)), self.peak
+        measured = dict(measured_bytes(engine, optimizer, averages)), self.peak
         of_ranks = gather(measured, self.mesh.control_group)
         planning = self._planning
         if planning is None or not planning.done() or planning.exception():
@@ -146,10 +151,13 @@ def device_memory(device: torch.device) -> int | None:
     )
 
 
-def measured_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> Counter[str]:
-    """Return the bytes of this rank's parameters and optimizer state, by the kinds of a plan; each
-    storage counts once."""
-    labeled = [("parameters", x) for x in (*engine.part.parameters(), *engine.part.buffers())]
+def measured_bytes(
+    engine: Engine, optimizer: torch.optim.Optimizer, averages: Collection[torch.Tensor] = ()
+) -> Counter[str]:
+    """Return the bytes of this rank's parameters, their averages and the optimizer state, by the
+    kinds of a plan; each storage counts once."""
+    parameters = (*engine.part.parameters(), *engine.part.buffers(), *averages)
+    labeled = [("parameters", x) for x in parameters]
     states = (item for state in optimizer.state.values() for item in state.items())
     labeled += [(kind_of_state(name), x) for name, x in states if isinstance(x, torch.Tensor)]
     sizes: Counter[str] = Counter()

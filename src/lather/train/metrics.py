@@ -96,6 +96,10 @@ class ValidationRow(TypedDict):
     none."""
     validation_losses: NotRequired[dict[str, float]]
     """The same for each held-out set by name, where there are several."""
+    average_validation_loss: NotRequired[float]
+    """The same as `validation_loss` for the averaged weights, with `train.average_timescale`."""
+    average_validation_losses: NotRequired[dict[str, float]]
+    """The same for each held-out set by name, where there are several."""
 
 
 class ExpertLoadRow(TypedDict):
@@ -154,17 +158,28 @@ def step_row(
     )
 
 
-def validation_row(losses: Mapping[str, float | None], progress: Progress) -> ValidationRow:
+def validation_row(
+    losses: Mapping[str, float | None],
+    averaged: Mapping[str, float | None],
+    progress: Progress,
+) -> ValidationRow:
     """Return the row of a validation. `losses`: by held-out set, the run's own first; None without
-    a label."""
-    numbers = {name: math.nan if loss is None else loss for name, loss in losses.items()}
+    a label. `averaged`: those of the averaged weights; empty without."""
+    numbers, of_average = (
+        {name: math.nan if loss is None else loss for name, loss in each.items()}
+        for each in (losses, averaged)
+    )
     row: ValidationRow = {
         "step": progress.step,
         "seconds": progress.seconds,
         "validation_loss": next(iter(numbers.values())),
     }
-    if len(losses) > 1:
+    if len(numbers) > 1:
         row["validation_losses"] = numbers
+    if of_average:
+        row["average_validation_loss"] = next(iter(of_average.values()))
+    if len(of_average) > 1:
+        row["average_validation_losses"] = of_average
     return row
 
 

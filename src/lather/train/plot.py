@@ -24,6 +24,8 @@ Array = npt.NDArray[np.float64]
 
 LEAST_REACH, SHARE = 10, 0.02
 """The smoothed line takes in so many steps, or so great a share of the run, to either side."""
+AVERAGE = "average_validation_loss"
+"""Name of the losses of averaged weights in rows."""
 COLORS = 10
 """Colors that differ clearly; further runs have them again, with other lines."""
 LINES = ("-", "--", ":", "-.")
@@ -75,6 +77,8 @@ def read_curves(run_dir: Path, name: str = "") -> Curves:
     try:
         training = _columns(steps, *fields)
         validation = _columns(validations, "step", "seconds", "validation_loss")
+        of_average = [row.get(AVERAGE) for row in validations]
+        validation[AVERAGE] = np.array(of_average, np.float64)  # None becomes NaN
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{file}: not the metrics of a run ({error!r}): restore the file") from None
     changes = tuple((row.step, row.brief()) for row in history.rows)
@@ -121,7 +125,9 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
         _draw_changes(over_steps, run, style["color"], len(runs) <= FEW)
     over_steps.set(xlabel="step", ylabel="loss (nats per token)", title="loss over steps")
     over_time.set(xlabel=f"time of training, {unit}", title="loss over time")
-    title = "dots: validation" + "; greatest final loss first" * (len(runs) > 1)
+    has_average = any(np.isfinite(run.validation[AVERAGE]).any() for run in runs)
+    title = "dots: validation" + "; circles: averaged weights" * has_average
+    title += "; greatest final loss first" * (len(runs) > 1)
     figure.legend(lines, labels, title=title, loc="outside lower center", ncols=columns, **LEGEND)
     if len(runs) > 1:
         _zoom((over_steps, over_time), runs)
@@ -159,6 +165,7 @@ def _draw_loss(
     (line,) = axes.plot(x, smoothed(loss), linewidth=1.4, **style)
     x = run.validation[over] / unit
     axes.plot(x, run.validation["validation_loss"], "o", color=color, markersize=5)
+    axes.plot(x, run.validation[AVERAGE], "o", color=color, markersize=5, fillstyle="none")
     return line
 
 

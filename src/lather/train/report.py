@@ -153,6 +153,9 @@ def tiles(rows: Sequence[Row], planned: int | None) -> Table:
         ends = [f"{loss:.4f}" for loss in (validation[0], validation[-1])]
         texts = ends if len(validation) > 1 else ends[:1]
         table.append(["validation loss", " \N{RIGHTWARDS ARROW} ".join(texts)])
+    averaged = [row["average_validation_loss"] for row in rows if "average_validation_loss" in row]
+    if averaged and averaged[-1] is not None:
+        table.append(["of averaged weights", f"{averaged[-1]:.4f}"])
     if training:
         table.append(["training loss", f"{training[-1]:.4f}"])
     return [

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from lather.checkpoint.chosen_weights import chosen_weights
 from lather.checkpoint.folder import find_checkpoint, step_of
 from lather.checkpoint.held import held_checkpoint
-from lather.checkpoint.reader import load_checkpoint, open_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.data.batches import HeldOut
@@ -41,6 +41,7 @@ from lather.train.companions import (
     manifests,
     same_tokenizer,
 )
+from lather.train.initial_weights import copy_weights
 from lather.train.run_config import current_config
 
 SAMPLE = "sample.txt"
@@ -56,13 +57,15 @@ class TrainedModel:
     run: Path
     checkpoint: Path
     config: Config
+    weights: str = "raw"
+    """Which weights of it (`lather.checkpoint.chosen_weights`)."""
 
     @classmethod
-    def find(cls, run_at_step: str, step: int = -1) -> TrainedModel:
+    def find(cls, run_at_step: str, step: int = -1, weights: str = "raw") -> TrainedModel:
         """Find the checkpoint that RUN, RUN@STEP or RUN@best names, or that of `step` if it is not
         negative. Raises UserError if there is none."""
         run, checkpoint = find_checkpoint(run_at_step, step)
-        return cls(run, checkpoint, current_config(run))
+        return cls(run, checkpoint, current_config(run), weights)
 
     @property
     def step(self) -> int:
@@ -120,11 +123,14 @@ class TrainedModel:
         return frozenset((*known, *generation_ends(self.run, self.config)))
 
     def decoder(self, device: str | torch.device = "auto") -> Decoder:
-        """Build the model with the checkpoint's weights. Raises CheckpointError if the checkpoint
-        is damaged."""
+        """Build the model with the chosen weights. Raises CheckpointError if the checkpoint is
+        damaged or has no such weights."""
         model = build_model(self.config, pick_device(device) if isinstance(device, str) else device)
-        with held_checkpoint(self.run, lambda: self.checkpoint) as checkpoint:
-            load_checkpoint(checkpoint, TrainingState.of_model(model))
+        with (
+            held_checkpoint(self.run, lambda: self.checkpoint) as checkpoint,
+            chosen_weights(self.run, checkpoint, self.weights) as tensors,
+        ):
+            copy_weights(tensors, TrainingState.of_model(model))
         return model.requires_grad_(False)
 
     def export(
@@ -134,17 +140,19 @@ class TrainedModel:
         Hugging Face folder `folder`, in files of at most `max_shard_bytes`.
 
         Raises ExchangeError if published models of the family cannot express the model, or if
-        `folder` holds something; CheckpointError if the checkpoint is damaged.
+        `folder` holds something; CheckpointError if the checkpoint is damaged or has no such
+        weights.
         """
-        save_hugging_face(
-            MergedTensors(open_checkpoint(self.checkpoint).weights(), self.config.lora.scale),
-            self.config.model,
-            folder,
-            max_shard_bytes=max_shard_bytes,
-            dtype=dtype,
-            tokenizer=self._exported_tokenizer(),
-            ends=self._exported_ends(),
-        )
+        with chosen_weights(self.run, self.checkpoint, self.weights) as tensors:
+            save_hugging_face(
+                MergedTensors(tensors, self.config.lora.scale),
+                self.config.model,
+                folder,
+                max_shard_bytes=max_shard_bytes,
+                dtype=dtype,
+                tokenizer=self._exported_tokenizer(),
+                ends=self._exported_ends(),
+            )
 
     def _exported_tokenizer(self) -> Path | None:
         """Return the run's tokenizer, or the folder of its companion files if an import left
