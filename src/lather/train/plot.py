@@ -57,6 +57,11 @@ class Curves:
         return float(self.training["optimizer_seconds"].sum() / self.training["step_seconds"].sum())
 
     @property
+    def has_average(self) -> bool:
+        """Whether losses of averaged weights are known."""
+        return bool(np.isfinite(self.validation[AVERAGE]).any())
+
+    @property
     def final_loss(self) -> float:
         """The last validation loss, or the last smoothed training loss if there is none."""
         losses = self.validation["validation_loss"]
@@ -125,7 +130,7 @@ def draw(run_dirs: Sequence[Path], out: Path) -> None:
         _draw_changes(over_steps, run, style["color"], len(runs) <= FEW)
     over_steps.set(xlabel="step", ylabel="loss (nats per token)", title="loss over steps")
     over_time.set(xlabel=f"time of training, {unit}", title="loss over time")
-    has_average = any(np.isfinite(run.validation[AVERAGE]).any() for run in runs)
+    has_average = any(run.has_average for run in runs)
     title = "dots: validation" + "; circles: averaged weights" * has_average
     title += "; greatest final loss first" * (len(runs) > 1)
     figure.legend(lines, labels, title=title, loc="outside lower center", ncols=columns, **LEGEND)
@@ -165,7 +170,8 @@ def _draw_loss(
     (line,) = axes.plot(x, smoothed(loss), linewidth=1.4, **style)
     x = run.validation[over] / unit
     axes.plot(x, run.validation["validation_loss"], "o", color=color, markersize=5)
-    axes.plot(x, run.validation[AVERAGE], "o", color=color, markersize=5, fillstyle="none")
+    if run.has_average:
+        axes.plot(x, run.validation[AVERAGE], "o", color=color, markersize=5, fillstyle="none")
     return line
 
 
