@@ -54,13 +54,16 @@ def refusals(rank: int, world_size: int) -> list[str]:
         param.grad = spread(torch.ones(6, 4), mesh, [Replicate()])
     soap = SOAP([p], precondition_frequency=lambda t: 0 if t == 4 else 2)
     errors = [error_of(soap.step)[:44] for _ in range(4)]
-    adamw = AdamW([q])
-    adamw.step()
-    adamw.param_groups[0]["keep_norm"] = True
-    return errors + [error_of(adamw.step)[:27] for _ in range(2)]
+    for control in ({"keep_norm": True}, {"radial_brake": 0.5}):
+        adamw = AdamW([q])
+        adamw.step()
+        adamw.param_groups[0].update(control)
+        errors += [error_of(adamw.step)[:27] for _ in range(2)]
+    adamw.param_groups[0].update({"radial_brake": 0.0, "cautious_decay": True})
+    return [*errors, error_of(adamw.step)]
 
 
 def test_what_is_refused_is_refused_on_all_ranks_and_every_time() -> None:
     expected = ["nothing"] * 3 + ["ValueError: precondition_frequency gives 0 f"]
-    expected += ["ValueError: matrix_layout, "] * 2
+    expected += ["ValueError: matrix_layout, "] * 4 + ["nothing"]
     assert run_ranks(refusals, 2) == [expected] * 2
