@@ -187,7 +187,7 @@ class SweepWork:
 
             draw(drawn, self.folder.path / "sweep.png")
             self._say(f"picture  {self.folder.path / 'sweep.png'}")
-        if finished and (best := best_of(rows)):
+        if finished and not self.failures and (best := best_of(rows)):
             self._write_best(best)
             self._say(f"best     lather train {self.folder.best}")
 
