@@ -105,7 +105,7 @@ def _measure_setting(setting: str, configs: dict[str, Config]) -> Iterator[Row]:
 def _batches(config: Config) -> Batches:
     datasets = open_datasets(config.data, config.model.vocab_size, lambda text: None)
     return training_batches(
-        datasets, config.data, config.train.sequence_length, config.train.batch_size, config.seed
+        datasets, config.data, config.train.sequence_length, config.train.batch_sizes, config.seed
     )
 
 

@@ -37,8 +37,9 @@ from lather.config.optim import optim_config
 from lather.config.toml_file import load_config
 from lather.data.batches import Batch
 from lather.device import gpu_module, is_gpu
-from lather.engine.engine import Engine, schedule_for, weights_dtype
+from lather.engine.engine import Engine
 from lather.engine.optimizer import build_optimizer
+from lather.engine.settings import schedule_for, weights_dtype
 from lather.engine.step import TrainStep
 from lather.engine.step_reading import StepResult
 from lather.models.families import build_model

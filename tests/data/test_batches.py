@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lather.data.batch_sizes import BatchSizes
 from lather.data.batches import Batch, Batches, HeldOut, Source, read_batch
 from lather.data.order import MixturePhase, Order
 from lather.data.sequences import IGNORE_INDEX, PackedDocuments, Sequences, Windows
@@ -150,7 +151,9 @@ def batches_of(
         Source(name, Windows(hand_made(tmp_path / name, tokens), 4), 2**16)
         for name, tokens in documents.items()
     ]
-    return Batches(sources, Order([len(source) for source in sources], seed, phases), batch_size)
+    return Batches(
+        sources, Order([len(source) for source in sources], seed, phases), BatchSizes(batch_size)
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 50])
@@ -181,6 +184,34 @@ def test_ranks_share_a_batch_whatever_their_number(
             assert {share.tokens_of_all for share in shares} == {whole.num_tokens}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (BatchSizes(12), [12, 12, 12]),
+        (BatchSizes(12, 4, 6), [4, 4, 4, 8, 8, 8, 12, 12]),
+        (BatchSizes(12, 4, 3), [4, 4, 8, 12, 12]),
+        (BatchSizes(12, 4, 1), [4, 12, 12]),  # without the second stage
+        (BatchSizes(12, 2, 3), [2, 4, 8, 12]),
+        (BatchSizes(4, 2, 3), [2, 2, 2, 4]),
+    ],
+    ids=str,
+)
+def test_a_batch_grows_and_no_sequence_is_left_out(
+    tmp_path: Path, sizes: BatchSizes, expected: list[int]
+) -> None:
+    steps = range(1, len(expected) + 1)
+    assert [sizes.of(step) for step in steps] == expected
+    assert [sizes.before(step) for step in steps] == [sum(expected[: step - 1]) for step in steps]
+    assert sizes.before(1000) - sizes.before(900) == 100 * sizes.full
+    batches = batches_of(tmp_path, 1, seed=3)
+    rows = [batches.batch(number).labels_BS for number in range(1, sum(expected) + 1)]
+    batches.sizes = sizes
+    for ranks in (1, 2):
+        shares = [batches.batch(step, rank, ranks) for step in steps for rank in range(ranks)]
+        assert torch.cat([share.labels_BS for share in shares]).equal(torch.cat(rows))
+        assert [share.tokens_of_all for share in shares[::ranks]] == [4 * n for n in expected]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a_changing_mesh(
     tmp_path: Path, seed: int
@@ -199,7 +230,7 @@ def test_every_document_comes_once_in_an_epoch_wherever_20_starts_go_on_and_on_a
     step, kills = 0, 0
     while step < steps:
         # made anew, as a fresh process makes them
-        batches = Batches([source], Order([len(source)], seed), 12)
+        batches = Batches([source], Order([len(source)], seed), BatchSizes(12))
         ranks = draw.choice([1, 2, 3, 4, 6, 12])
         reached = steps if kills == 20 else min(steps, step + draw.randint(1, 3))
         for number in range(step + 1, reached + 1):

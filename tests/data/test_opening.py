@@ -15,6 +15,7 @@ from making_helpers import Make, documents_of, texts_of
 
 from forked import ForkedPython
 from lather.data import records
+from lather.data.batch_sizes import BatchSizes
 from lather.data.batches import HeldOut, read_batch
 from lather.data.config import DataConfig
 from lather.data.dataset import MANIFEST, DataSet
@@ -225,7 +226,7 @@ def two(corpus: Path, make: Make) -> DataConfig:
 
 def test_every_sequence_of_all_data_sets_comes_once_in_an_epoch(two: DataConfig) -> None:
     datasets = open_datasets(two, VOCABULARY, print)
-    batches = training_batches(datasets, two, 16, 4, 0)
+    batches = training_batches(datasets, two, 16, BatchSizes(4), 0)
     total = sum(batches.order.sizes)
     assert sorted(batches.order.samples(0, total)) == [
         (source, index) for source, size in enumerate(batches.order.sizes) for index in range(size)
@@ -238,7 +239,9 @@ def test_every_sequence_of_all_data_sets_comes_once_in_an_epoch(two: DataConfig)
 
 def test_weights_share_out_the_sequences(two: DataConfig) -> None:
     config = replace(two, weights=(3, 1))
-    batches = training_batches(open_datasets(config, VOCABULARY, print), config, 16, 4, 0)
+    batches = training_batches(
+        open_datasets(config, VOCABULARY, print), config, 16, BatchSizes(4), 0
+    )
     sources = [source for source, _ in batches.order.samples(0, 400)]
     assert abs(sources.count(0) - 300) <= 3
 

@@ -39,6 +39,9 @@ EVERYTHING: dict[str, Any] = {
         "recompute": ["attention", "experts", "shared_experts"],
         "qk_clip": 0.017,
         "average_timescale": 0.5,
+        "batch_size": 24,
+        "first_batch_size": 8,
+        "batch_growth_steps": 3,
     },
     "log": {"expert_load_every": 2, "attention_logits_every": 2},
 }
@@ -315,7 +318,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(
 
 
 def test_the_timeline_has_every_action_of_every_rank(four: object, folder: Path) -> None:
-    table = dualpipev(2, 4)
+    table = dualpipev(2, 12)  # of the fourth step, whose batch has grown
     file = folder / "pp2 ep2 everything" / "timeline.jsonl"
     step, events = read_timeline(file)
     assert step == 4

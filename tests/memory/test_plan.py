@@ -301,6 +301,8 @@ def test_only_as_many_micro_batches_are_walked_as_matter() -> None:
     config = shortened(config_of("adamw", parallel={"pp": 2}, batch_size=64), 4)
     assert config.num_micro_batches(2) == 6
     assert shortened(config_of("adamw", batch_size=2), 1).num_micro_batches(1) == 2
+    grows = {"first_batch_size": 8, "batch_growth_steps": 9, "batch_size": 64}
+    assert shortened(config_of("adamw", parallel={"pp": 2}, **grows), 4) == config
 
 
 def test_rows_of_an_even_load() -> None:

@@ -15,6 +15,7 @@ from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.changes import History, Row, class_of, differences, values_of
 from lather.config.config import Config
 from lather.config.fields import field_names
+from lather.data.batch_sizes import BatchSizes
 from lather.data.order import MixturePhase
 from lather.errors import ConfigError, RunError
 from lather.files import read_rows
@@ -70,6 +71,35 @@ def test_the_schedule_of_a_kind_may_change_and_its_rate_is_noted(make_config: Ma
     assert "optim.rest.schedule none -> constant, optim.rest.warmup_steps none -> 0.9" in note
     peak = 8 * 0.01 * 5 / 7  # of a warm-up of 7 steps
     assert note.endswith(f", of router {peak:.3g}, of rest {peak:.3g}")
+
+
+GROWTH = {"steps": 6, "batch_size": 6, "first_batch_size": 2, "batch_growth_steps": 4}
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 5])
+def test_a_run_whose_batch_grows_resumes_at_any_step(
+    make_config: MakeConfig, stop_after: int
+) -> None:
+    """The losses are those of a training without interruption on batches of these sizes."""
+    config = make_config(train=GROWTH)
+    run(config, stop_after=stop_after)
+    run(config)
+    assert losses(config.run_dir) == uninterrupted(config, config)
+    rows = [row for row in read_rows(Path(config.run_dir) / "metrics.jsonl") if "loss" in row]
+    assert [row["tokens"] for row in rows] == [16 * n for n in (2, 2, 4, 4, 6, 6)]
+    with pytest.raises(RunError, match=r"train\.first_batch_size is 2 there and 0 here and 1 more"):
+        run(make_config(train={**GROWTH, "first_batch_size": 0, "batch_growth_steps": 0}))
+
+
+def test_a_mixture_may_change_while_the_batch_grows(
+    make_config: MakeConfig, sets: list[str]
+) -> None:
+    before = make_config(data={"path": sets[:2]}, train=GROWTH)
+    after = make_config(data={"path": sets[:2], "weights": [1.0, 3.0]}, train=GROWTH)
+    run(before, stop_after=3)
+    run(after)
+    phases = [MixturePhase(0, (), 2), MixturePhase(2 + 2 + 4, (1.0, 3.0), 2)]
+    assert losses(after.run_dir) == uninterrupted(before, after, phases, changed_at=3)
 
 
 def test_state_in_8_bits_resumes_and_returns_to_fp32(
@@ -174,7 +204,7 @@ def test_the_mixture_may_change(
     assert any("data.weights [] -> " in note for note in notes)
     last = make_config(data={"path": sets[:then], "weights": [1.0] * then}, train={"steps": 10})
     run(last)  # it changes once more
-    assert History.read(Path(last.run_dir), {}).phases(4) == [
+    assert History.read(Path(last.run_dir), {}).phases(BatchSizes(4)) == [
         *phases,
         MixturePhase(32, (1.0,) * then, then),
     ]

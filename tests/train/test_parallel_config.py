@@ -104,6 +104,50 @@ def test_a_batch_that_does_not_fit_is_refused_with_changes_that_do(
                     config(between, micro, pp=pp).num_micro_batches(data_ranks)
 
 
+def growing(first: int, micro: int = 0, batch: int = 24, **parallel: object) -> Config:
+    made = config(batch, micro, **parallel)  # type: ignore[arg-type]
+    train = replace(made.train, first_batch_size=first, batch_growth_steps=10)
+    return replace(made, train=train)
+
+
+def test_the_micro_batches_of_a_batch_that_grows_fit_the_first_one() -> None:
+    for first, pp, data_ranks, expected in [(8, 1, 1, 3), (8, 1, 2, 3), (8, 2, 1, 12)]:
+        assert growing(first, pp=pp).num_micro_batches(data_ranks) == expected
+    assert growing(12, micro=3).num_micro_batches(2) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "data_ranks", "message"),
+    [
+        (
+            (6,),
+            4,
+            r"first_batch_size = 6 .* a multiple of 4 .*: give train.first_batch_size 4 or 8$",
+        ),
+        ((2, 0, 24, 2), 1, r"= 2 .* at least 4 .*: give train.first_batch_size 4 or 6$"),
+        ((6, 2), 2, r"a multiple of 4 .*: give .* 4 or 8, or train.micro_batch_size 1$"),
+        ((3, 0, 9), 2, r"first_batch_size = 3 is not valid: .* a multiple of 2 .*: leave it out$"),
+    ],
+)
+def test_a_first_batch_that_does_not_fit_is_refused_with_those_that_do(
+    options: tuple[int, ...], data_ranks: int, message: str
+) -> None:
+    first, micro, batch, pp = (*options, *(0, 0, 24, 1)[len(options) :])
+    with pytest.raises(ConfigError, match=message):
+        growing(first, micro, batch, pp=pp).num_micro_batches(data_ranks)
+
+
+def test_a_batch_grows_from_a_divisor_in_a_number_of_steps() -> None:
+    for first in (5, 24, 48):
+        with pytest.raises(ConfigError, match=r"a divisor of train\.batch_size \(24\), below it"):
+            growing(first)
+    with pytest.raises(ConfigError, match=r"first_batch_size = 3 is not valid: .*_size 2\)"):
+        growing(3, micro=2)
+    for values in ({"first_batch_size": 4}, {"batch_growth_steps": 4}):
+        with pytest.raises(ConfigError, match="belong together: give both, or neither"):
+            LoopConfig(**values)
+
+
 def test_schedule_auto() -> None:
     assert [ParallelConfig(pp=pp).resolved_schedule for pp in (1, 2)] == ["sequential", "dualpipev"]
     assert ParallelConfig(schedule="dualpipev").resolved_schedule == "dualpipev"

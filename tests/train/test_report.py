@@ -22,6 +22,7 @@ from lather.files import read_rows
 from lather.models.experts import Experts
 from lather.train.metrics import MetricsWriter, StepRow
 from lather.train.report import MOST_STEPS, curves, write_report
+from lather.train.report import facts as facts_of
 
 HOSTILE = (
     "</script></pre><img src=https://evil.example/x "
@@ -215,6 +216,22 @@ def test_a_long_run_is_drawn_with_every_nth_step() -> None:
     assert columns["step"] == list(range(1, 2 * MOST_STEPS + 2, 3))
     assert columns["tokens"][1] == 8
     assert len(columns["smoothed"]) == len(columns["step"])
+
+
+def test_facts_name_schedules_of_kinds_and_a_batch_that_grows(
+    make_config: Callable[..., Config],
+) -> None:
+    growth = {"batch_size": 6, "first_batch_size": 2, "batch_growth_steps": 3}
+    rest = {"schedule": "1-sqrt", "warmup_steps": 0.5}
+    facts = dict(facts_of(make_config(train=growth, optim={"rest": rest}).resolved()))
+    assert facts["batch"] == "2 to 6 sequences, in the first 3 steps"
+    schedules = {name: text for name, text in facts.items() if name.startswith("schedule")}
+    assert schedules == {
+        "schedule": "linear, 2 steps of warm-up",
+        "schedule of router": "1-sqrt, 2 steps of warm-up",
+        "schedule of rest": "1-sqrt, 2 steps of warm-up",
+    }
+    assert "batch" not in dict(facts_of(make_config()))
 
 
 def test_the_top_names_the_run_and_each_start(run: Path, config: Config) -> None:

@@ -13,6 +13,7 @@ import pytest
 from lather.config.config import Config
 from lather.config.optim import optim_config
 from lather.config.toml_file import load_config
+from lather.data.batch_sizes import BatchSizes
 from lather.data.batches import Batches
 from lather.data.order import Order
 from lather.errors import ConfigError, RunError
@@ -151,7 +152,7 @@ def make_data(tmp_path: Path) -> MakeData:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(f"tokenizer of {name}")
         return RunData(
-            Batches([], Order([1], 0), 1),
+            Batches([], Order([1], 0), BatchSizes(1)),
             {},
             folder / "tokenizer.json",
             {str(folder): f"identity of {name}"},

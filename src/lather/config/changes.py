@@ -6,7 +6,7 @@ free         affects at most the rounding of results: devices, meshes, micro-bat
              the place of the data
 changeable   takes effect at the step at which the run resumes, and is recorded: steps, rates,
              schedule, decay, data mixture
-fixed        all other fields: the model, the seed, the batch, the rules
+fixed        all other fields: the model, the seed, the batch and its growth, the rules
 
 `changes.jsonl` has a row for each step at which fields changed: {"step": 300, "time": ...,
 "changes": {"train.steps": [300, 600]}}, with the old and the new value. The history of a forked run
@@ -27,6 +27,7 @@ from typing import Any
 
 from lather.config.config import Config
 from lather.config.rate_schedule import SCHEDULE_OPTIONS
+from lather.data.batch_sizes import BatchSizes
 from lather.data.order import MixturePhase
 from lather.errors import RunError, as_toml
 from lather.files import read_text
@@ -197,7 +198,7 @@ class History:
     def _before(self, step: int) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.step < step)
 
-    def phases(self, batch_size: int) -> list[MixturePhase]:
+    def phases(self, sizes: BatchSizes) -> list[MixturePhase]:
         """Return the data mixtures of the run, the current one included, each with the first sample
         to which it applies."""
         steps = [
@@ -206,7 +207,9 @@ class History:
         values = [*(self.values_at(step) for step in steps), self.values]
         return [
             MixturePhase(
-                step * batch_size, tuple(mixture["data.weights"]), max(1, len(mixture["data.path"]))
+                sizes.before(step + 1),
+                tuple(mixture["data.weights"]),
+                max(1, len(mixture["data.path"])),
             )
             for step, mixture in zip([0, *steps], values, strict=True)
         ]

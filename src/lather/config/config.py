@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from lather.config.optim import OptimConfig, optim_config
 from lather.config.records import CheckpointConfig, LogConfig, Number
 from lather.config.rule_fields import check_ranges
+from lather.data.batch_sizes import BatchSizes
 from lather.data.config import DataConfig
 from lather.errors import ConfigError, require
 from lather.models.families import DEFAULT_FAMILY, FAMILIES, ModelConfig
@@ -69,9 +70,14 @@ class LoopConfig:
     and a checkpoint might not fit; 0: no limit."""
     batch_size: Count = 8
     """Sequences per step."""
+    first_batch_size: Number = 0
+    """Sequences of the first step, a divisor of batch_size, if the batch grows; 0: it does not."""
+    batch_growth_steps: Number = 0
+    """Steps in which the batch grows from first_batch_size to batch_size, by first_batch_size each
+    time (batch-size warm-up)."""
     micro_batch_size: Number = 0
-    """Sequences in one forward and backward pass of a rank; 0: the rank's share of batch_size,
-    divided only as far as its pipeline requires."""
+    """Sequences in one forward and backward pass of a rank; 0: the rank's share of batch_size (of
+    first_batch_size, if the batch grows), divided only as far as its pipeline requires."""
     sequence_length: Count = 256
     """Tokens per sequence."""
     mtp_loss_weight: Positive = 0.3
@@ -146,13 +152,35 @@ class LoopConfig:
             allowed = "float32 with train.precision = 'fp64', which keeps gradients in float64"
             is_wide = self.gradient_dtype == "float32"
             require(is_wide, "train.gradient_dtype", self.gradient_dtype, allowed)
-        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
-            raise ConfigError(self.batch_that_fits(1, 1))
+        first, growth = self.first_batch_size, self.batch_growth_steps
+        if bool(first) != bool(growth):
+            raise ConfigError(
+                f"train.first_batch_size = {first} and train.batch_growth_steps = {growth} belong "
+                "together: give both, or neither"
+            )
+        if first:
+            fits = first < self.batch_size and self.batch_size % first == 0
+            constraint = f"a divisor of train.batch_size ({self.batch_size}), below it"
+            require(fits, "train.first_batch_size", first, constraint)
+        for option in ("batch_size", "first_batch_size"):
+            if self.micro_batch_size and getattr(self, option) % self.micro_batch_size:
+                raise ConfigError(self.batch_that_fits(1, 1, option))
 
-    def batch_that_fits(self, data_ranks: int, least: int) -> str:
-        """Say why the batch cannot be divided among data ranks with at least `least` micro-batches
-        each, and name the smallest changes that mend it."""
-        batch, micro = self.batch_size, self.micro_batch_size
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The sequences of every step."""
+        return BatchSizes(self.batch_size, self.first_batch_size, self.batch_growth_steps)
+
+    def with_batches(self, size: int, micro: int) -> LoopConfig:
+        """Return a copy whose steps all have `size` sequences, in micro-batches of `micro`."""
+        return replace(
+            self, batch_size=size, micro_batch_size=micro, first_batch_size=0, batch_growth_steps=0
+        )
+
+    def batch_that_fits(self, data_ranks: int, least: int, option: str = "batch_size") -> str:
+        """Say why a batch, that of `option`, cannot be divided among data ranks with at least
+        `least` micro-batches each, and name the smallest changes that mend it."""
+        batch, micro = getattr(self, option), self.micro_batch_size
         unit = data_ranks * max(1, micro)
         factors = [f"{data_ranks} data ranks"] if data_ranks > 1 else []
         factors += [f"train.micro_batch_size {micro}"] if micro else []
@@ -164,15 +192,19 @@ class LoopConfig:
             )
         counts = batch // unit, batch // unit + 1
         batches = {max(count, least) * unit for count in counts} - {batch}
-        remedies = [f"train.batch_size {' or '.join(map(str, sorted(batches)))}"]
+        if option == "first_batch_size":
+            multiples = range(least * unit, self.batch_size, unit)
+            divisors = [each for each in multiples if self.batch_size % each == 0]
+            batches = {*sorted(divisors, key=lambda each: abs(each - batch))[:2]}
+        remedies = [f"train.{option} {' or '.join(map(str, sorted(batches)))}"] if batches else []
         share = 0 if batch % data_ranks else batch // data_ranks
         sizes = [size for size in range(1, share // least + 1) if share % size == 0]
         if micro and sizes:
             nearest = min(sizes, key=lambda size: abs(size - micro))
             remedies.append(f"train.micro_batch_size {nearest}")
         return (
-            f"train.batch_size = {batch} is not valid: it must be "
-            f"{' and '.join(constraints)}: give {', or '.join(remedies)}"
+            f"train.{option} = {batch} is not valid: it must be {' and '.join(constraints)}: "
+            + (f"give {', or '.join(remedies)}" if remedies else "leave it out")
         )
 
 
@@ -319,17 +351,19 @@ class Config:
         return {"model_type": named, "ignore_fields": self.ignore_fields}
 
     def num_micro_batches(self, data_ranks: int) -> int:
-        """Return the number of micro-batches of a rank in a step. Raises ConfigError if the batch
-        cannot be divided in this way."""
+        """Return the number of micro-batches of a rank in a step with the whole `batch_size`.
+        Raises ConfigError if the batch, or the first of a batch that grows, cannot be divided in
+        this way."""
         train, pp = self.train, self.parallel.pp
         least = 2 * pp if self.parallel.resolved_schedule == "dualpipev" else 1
-        share, rest = divmod(train.batch_size, data_ranks)
+        option = "first_batch_size" if train.first_batch_size else "batch_size"
+        share, rest = divmod(getattr(train, option), data_ranks)
         size = train.micro_batch_size or next(
             (size for size in range(share // least, 0, -1) if share % size == 0), 1
         )
         if rest or share % size or share // size < least:
-            raise ConfigError(train.batch_that_fits(data_ranks, least))
-        return share // size
+            raise ConfigError(train.batch_that_fits(data_ranks, least, option))
+        return train.batch_size // (data_ranks * size)
 
     def resolved(self) -> Config:
         """Return the configuration with the defaults of `[optim]` that depend on its rules, on the

@@ -114,6 +114,8 @@ NAMES = (
     ),
     Name("train.batch_size", "global_batch_size train_batch_size total_batch_size batch"),
     Name("train.batch_size", "effective_batch_size"),
+    Name("train.first_batch_size", "initial_batch_size start_batch_size rampup_batch_size"),
+    Name("train.batch_growth_steps", "batch_warmup_steps batch_size_warmup_steps batch_rampup"),
     Name(
         "train.micro_batch_size",
         (

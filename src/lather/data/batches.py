@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lather.data.batch_sizes import BatchSizes
 from lather.data.order import Order
 from lather.data.sequences import IGNORE_INDEX, PADDING, Sequences
 from lather.errors import DataError
@@ -129,15 +130,14 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]]) ->
 class Batches:
     """The training batches of a run."""
 
-    def __init__(self, sources: Sequence[Source], order: Order, batch_size: int) -> None:
-        """`batch_size`: sequences per step, on all ranks."""
-        self.sources, self.order, self.batch_size = sources, order, batch_size
+    def __init__(self, sources: Sequence[Source], order: Order, sizes: BatchSizes) -> None:
+        self.sources, self.order, self.sizes = sources, order, sizes
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """Read the sequences of step `step` (counted from 1) for data rank `rank` of `ranks`. A
         batch may span two epochs; no sequence is dropped."""
-        start, each = (step - 1) * self.batch_size, self.batch_size // ranks
-        samples = self.order.samples(start, start + self.batch_size)
+        start, size = self.sizes.before(step), self.sizes.of(step)
+        samples, each = self.order.samples(start, start + size), size // ranks
         batch = read_batch(self.sources, samples[rank * each : (rank + 1) * each])
         sequences = [(self.sources[source].sequences, index) for source, index in samples]
         counts = [of_source.num_labels(index) for of_source, index in sequences]

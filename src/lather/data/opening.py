@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lather.data.batch_sizes import BatchSizes
 from lather.data.batches import Batches, HeldOut, Source
 from lather.data.config import DataConfig
 from lather.data.dataset import DataSet
@@ -79,15 +80,15 @@ def training_batches(
     datasets: Sequence[DataSet],
     config: DataConfig,
     length: int,
-    batch_size: int,
+    sizes: BatchSizes,
     seed: int,
     phases: Sequence[MixturePhase] = (),
 ) -> Batches:
-    """Return the training batches, of `batch_size` sequences of `length` tokens. `phases`: the
-    mixtures of the run, if its weights have changed; none: the configured mixture."""
+    """Return the training batches, of sequences of `length` tokens. `phases`: the mixtures of the
+    run, if its weights have changed; none: the configured mixture."""
     sources = [open_source(dataset, "train", config, length) for dataset in datasets]
     phases = phases or [MixturePhase(0, config.weights)]
-    return Batches(sources, Order([len(source) for source in sources], seed, phases), batch_size)
+    return Batches(sources, Order([len(source) for source in sources], seed, phases), sizes)
 
 
 def held_out_sets(

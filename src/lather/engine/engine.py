@@ -12,21 +12,22 @@ labels and tokens of its own, by which its losses are averaged.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import lru_cache, partial, reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
+from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.data.batches import Batch
 from lather.device import Read, gpu_module, is_gpu, read, to_device
 from lather.engine.qk_clip import measuring
+from lather.engine.settings import prepare_experts, schedule_for, weights_dtype
 from lather.engine.step_reading import StepReading, StepResult
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
-from lather.models.decoder import Decoder, RoutedModel
+from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
 from lather.models.moe import LOCAL_EXCHANGE, Exchange
 from lather.models.routing import counting_step
@@ -49,7 +50,7 @@ from lather.pipeline.model_part import ModelPart, PartLayers, fresh_weights, out
 from lather.pipeline.partition import stages_of, uniform
 from lather.pipeline.prelude import run_prelude
 from lather.pipeline.recorder import Recorder
-from lather.pipeline.schedule import Schedule, dualpipev, forwards, sequential
+from lather.pipeline.schedule import Schedule, forwards
 from lather.pipeline.segments import Segments
 from lather.pipeline.tape import Frees
 from lather.shapes import Float, Int
@@ -72,6 +73,9 @@ class Engine:
         is sharded, and `parameters.fill` gives it values. `moe`: with its coefficients resolved."""
         self.part, self.mesh, self.schedule, self.moe = part, mesh, schedule, moe
         self.micro_batch_size = loop.batch_size // (mesh.data_size * schedule.num_micro_batches)
+        self._first_share = loop.first_batch_size // mesh.data_size
+        self.schedule_of: Callable[[int], Schedule] = lambda num_micro_batches: schedule
+        """Makes the schedule of a step by its number of micro-batches, which may grow."""
         self._mtp_loss_weight = loop.mtp_loss_weight
         prepare_experts(part, moe, mesh.data_group)
         if loop.weight_dtype == "bfloat16":
@@ -131,7 +135,8 @@ class Engine:
         reading = self.new_reading(num_labels, with_logits=with_logits)
         with counting_step(self.part.routers()), measuring(self.part, reading.logits_AH):
             try:
-                output = self._executor.run(micro_batches)
+                schedule = self.schedule_of(len(micro_batches))
+                output = self._executor.run(micro_batches, schedule)
             except BaseException:
                 self.parameters.clear_gradients()  # they are incomplete
                 raise
@@ -158,8 +163,8 @@ class Engine:
         parameters nor random state, and leaves no gradients. Raises ValueError as
         `launch_gradients` does.
         """
-        self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
-        num_batches, device = self.schedule.num_micro_batches, self.mesh.device
+        self._check_share(batch)
+        device, num_batches = self.mesh.device, len(batch.inputs_BS) // self.micro_batch_size
         batch = replace(batch, padding_BS=None)
         micro_batches = self._micro_batches(batch, 1.0, [1.0] * num_batches)
         first, second, *_ = self._with_depths(batch, micro_batches)[0]
@@ -209,6 +214,13 @@ class Engine:
         """Do these refreshes, a batch at a time, between the actions of the pipeline."""
         self._executor.refreshes = refreshes
 
+    def _check_share(self, batch: Batch) -> None:
+        """Check the shape of a share, which is a multiple of the first one while batches grow."""
+        whole = self.micro_batch_size * self.schedule.num_micro_batches
+        grows, size = self._first_share, len(batch.inputs_BS)
+        is_part = grows > 0 and 0 < size < whole and size % grows == 0
+        self._check_shape(batch, size if is_part else whole)
+
     def _check_shape(self, batch: Batch, num_sequences: int) -> None:
         expected = (num_sequences, self._activation.shape[1])
         for name, x_BS in (("inputs", batch.inputs_BS), ("labels", batch.labels_BS)):
@@ -224,7 +236,7 @@ class Engine:
 
         Raises ValueError, before anything is sent, if the share does not have the engine's shape.
         """
-        self._check_shape(batch, self.micro_batch_size * self.schedule.num_micro_batches)
+        self._check_share(batch)
         return self._add_up(batch)
 
     def _add_up(self, batch: Batch) -> tuple[int, int]:
@@ -365,36 +377,8 @@ def build_engine(
         part.compile_parts()
     frees, moe = Frees(poison=config.parallel.poison), config.resolved_moe()
     engine = Engine(part, mesh, schedule, config.train, moe, frees, record)
+    if config.train.first_batch_size:
+        engine.schedule_of = lru_cache(1)(partial(schedule_for, config.parallel))
     generator = torch.Generator().manual_seed(config.seed)
     engine.parameters.fill(fresh_weights(config.model, generator, config.lora))
     return engine
-
-
-def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
-    """Return the schedule of a training step with so many micro-batches per data rank."""
-    if parallel.resolved_schedule == "sequential":
-        schedule = sequential(num_micro_batches)
-    else:
-        early = parallel.schedule_memory == "least"
-        schedule = dualpipev(parallel.pp, num_micro_batches, early_weight_gradients=early)
-    return schedule.by_block() if parallel.resolved_gather == "block" else schedule
-
-
-def weights_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of gradients, and of parameters except for `train.weight_dtype`; matrix
-    products may be narrower."""
-    return torch.float64 if config.train.precision == "fp64" else torch.float32
-
-
-def prepare_experts(
-    model: RoutedModel, config: MoEConfig, data_group: dist.ProcessGroup | None = None
-) -> None:
-    """Set the memory mode of the MoE layers, and how their load is balanced, over the ranks of
-    `data_group`."""
-    model.set_memory(config.memory)
-    if config.balance_level is not None:
-        model.balance_load(config.balance_level, data_group)
-    for router in model.routers():
-        router.takes_z_loss = config.z_loss_coefficient > 0
-        if config.bias_update_rate:
-            router.enable_loss_free_balancing()

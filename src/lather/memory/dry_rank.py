@@ -260,7 +260,7 @@ def shortened(config: Config, world_size: int) -> Config:
         number,
         2 * config.parallel.pp + 2 if config.parallel.resolved_schedule == "dualpipev" else 2,
     )
-    train = replace(config.train, batch_size=each * data_size * few, micro_batch_size=each)
+    train = config.train.with_batches(each * data_size * few, each)
     return replace(config, train=train)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lather.boxes import gradient_dtype
 from lather.config.config import Config, ParallelConfig
-from lather.engine.engine import schedule_for
+from lather.engine.settings import schedule_for
 from lather.memory.dry_rank import DryRank
 from lather.memory.ledger import MemoryTimeline
 from lather.memory.work import Work

@@ -130,7 +130,7 @@ def profile(config: Config, assumed: Assumed) -> Profile:
 
     Documents and padding are those of a memory plan."""
     size = micro_batch_size(config)
-    train = replace(config.train, batch_size=size, micro_batch_size=size)
+    train = config.train.with_batches(size, size)
     config = replace(config, parallel=ParallelConfig(), train=train)
     with dry_rank(config, 1, assumed, 0, make_mode=_OriginMode) as dry:
         mode = dry.mode

@@ -180,6 +180,9 @@ def facts(config: Config) -> Table:
         table.append(["started from", source])
     batch = f"{train.batch_size:,} sequences of {train.sequence_length:,} tokens"
     tokens = f"{train.batch_size * train.sequence_length:,} tokens"
+    growth = f"{train.first_batch_size:,} to {train.batch_size:,} sequences"
+    if train.first_batch_size:
+        table.append(["batch", f"{growth}, in the first {train.batch_growth_steps:,} steps"])
     has_experts = config.model.num_routed_experts > 0
     schedules = {"schedule": optim.schedule_of()} | {
         f"schedule of {kind}": schedule

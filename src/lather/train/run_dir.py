@@ -164,7 +164,7 @@ def open_run_data(
     train, vocab_size = config.train, config.model.vocab_size
     datasets = open_datasets(config.data, vocab_size, report)
     batches = training_batches(
-        datasets, config.data, train.sequence_length, train.batch_size, config.seed, phases
+        datasets, config.data, train.sequence_length, train.batch_sizes, config.seed, phases
     )
     held_out = held_out_sets(
         datasets, config.data, train.sequence_length, train.validation_sequences, vocab_size
@@ -188,7 +188,7 @@ def open_on_all_ranks(
 
     Raises DataError or RunError, on all ranks, if a data set or a tokenizer does not fit.
     """
-    config, phases = start.config, start.history.phases(start.config.train.batch_size)
+    config, phases = start.config, start.history.phases(start.config.train.batch_sizes)
     data: RunData | None = None
     with errors_on_all_ranks(mesh.control_group):
         if run_dir is not None:

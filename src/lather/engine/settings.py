@@ -1,0 +1,41 @@
+"""Choices of a configuration for an engine: schedules, the dtype of weights, and how experts keep
+activations and balance their load."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lather.config.config import Config, MoEConfig, ParallelConfig
+from lather.models.decoder import RoutedModel
+from lather.pipeline.schedule import Schedule, dualpipev, sequential
+
+
+def schedule_for(parallel: ParallelConfig, num_micro_batches: int) -> Schedule:
+    """Return the schedule of a training step with so many micro-batches per data rank."""
+    if parallel.resolved_schedule == "sequential":
+        schedule = sequential(num_micro_batches)
+    else:
+        early = parallel.schedule_memory == "least"
+        schedule = dualpipev(parallel.pp, num_micro_batches, early_weight_gradients=early)
+    return schedule.by_block() if parallel.resolved_gather == "block" else schedule
+
+
+def weights_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of gradients, and of parameters except for `train.weight_dtype`; matrix
+    products may be narrower."""
+    return torch.float64 if config.train.precision == "fp64" else torch.float32
+
+
+def prepare_experts(
+    model: RoutedModel, config: MoEConfig, data_group: dist.ProcessGroup | None = None
+) -> None:
+    """Set the memory mode of the MoE layers, and how their load is balanced, over the ranks of
+    `data_group`."""
+    model.set_memory(config.memory)
+    if config.balance_level is not None:
+        model.balance_load(config.balance_level, data_group)
+    for router in model.routers():
+        router.takes_z_loss = config.z_loss_coefficient > 0
+        if config.bias_update_rate:
+            router.enable_loss_free_balancing()
