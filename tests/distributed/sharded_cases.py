@@ -27,14 +27,18 @@ from lather.optim import (
     KLSOAP,
     REKLS,
     SOAP,
+    AdaMuon,
     AdamW,
     MatrixOptimizer,
     Muon,
+    PSGDKron,
     Rule,
+    Scion,
     SOAPMuon,
     StackedSOAP,
     parameter_groups,
 )
+from lather.optim import Shampoo as GraftedShampoo
 
 KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "soap": (SOAP, {"weight_decay": 0.1}),
@@ -55,6 +59,10 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     ),
     "mixed": (SOAP.rule, {}),
     "adamw": (AdamW, {"weight_decay": 0.1}),
+    "grafted_shampoo": (GraftedShampoo, {"weight_decay": 0.1}),
+    "psgd_kron": (PSGDKron, {"weight_decay_method": "l2"}),
+    "adamuon": (AdaMuon, {}),
+    "scion": (Scion, {"weight_decay": 0.1}),
     "shampoo": (Shampoo, {"weight_decay": 0.1, "cautious_decay": True}),
     "lion": (Lion, {"weight_decay": 0.1, "weight_decay_method": "l2"}),
 }

@@ -31,6 +31,7 @@ KINDS: Kinds = (
     ("soap_muon", torch.bfloat16),
     ("mixed", torch.float32),
     ("shampoo", torch.float32),
+    ("psgd_kron", torch.float32),
 )
 FREQUENCY = 3
 SAVED_AFTER = 4

@@ -17,13 +17,17 @@ from lather.optim import (
     KLSOAP,
     REKLS,
     SOAP,
+    AdaMuon,
     AdamW,
     MatrixOptimizer,
     Muon,
+    PSGDKron,
     Rule,
+    Scion,
     SOAPMuon,
     StackedSOAP,
 )
+from lather.optim import Shampoo as GraftedShampoo
 
 PER_EXPERT = {"matrix_layout": "per_expert"}
 EVERY_SECOND = {"precondition_frequency": 2}
@@ -61,6 +65,15 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "soap_muon": (SOAPMuon, EVERY_SECOND),
     "soap_muon_per_expert": (SOAPMuon, {**EVERY_SECOND, **PER_EXPERT, "sides": "both"}),
     "adamw": (AdamW, {}),
+    "grafted_shampoo": (GraftedShampoo, {**EVERY_SECOND, "damping": 1e-2}),
+    "grafted_shampoo_per_expert": (
+        GraftedShampoo,
+        {**EVERY_SECOND, **PER_EXPERT, "sides": "smaller", "grafting": "momentum"},
+    ),
+    "psgd_kron": (PSGDKron, {}),
+    "psgd_kron_per_expert": (PSGDKron, {**PER_EXPERT, "sides": "smaller"}),
+    "adamuon": (AdaMuon, {"signs": False}),
+    "scion": (Scion, {}),
     "shampoo": (Shampoo, {**EVERY_SECOND, "lr": 1e-2}),
     "shampoo_per_expert": (Shampoo, {**PER_EXPERT, "lr": 1e-2}),
     "shampoo_stacked": (Shampoo, {"matrix_layout": "stacked", "lr": 1e-2}),
@@ -72,12 +85,18 @@ rule's, and options."""
 
 CODED_KINDS = {
     f"{kind}_int8": (KINDS[kind][0], {**KINDS[kind][1], "state_dtype": torch.int8})
-    for kind in ("soap_per_expert", "kl_soap", "stacked_soap", "muon_stacked", "soap_muon", "adamw")
+    for kind in (
+        *("soap_per_expert", "kl_soap", "stacked_soap", "muon_stacked", "soap_muon", "adamw"),
+        "psgd_kron",
+    )
 }
 """Kinds with state in 8 bits, which small matrices have if `formats.MIN_CODED` is lowered."""
 
 FEW_SOAP_KINDS = ("soap", "kl_soap_per_expert", "stacked_soap")
-FEW_KINDS = (*FEW_SOAP_KINDS, "muon_per_expert", "soap_muon", "shampoo_per_expert", "lion")
+FEW_KINDS = (
+    *(*FEW_SOAP_KINDS, "muon_per_expert", "soap_muon", "shampoo_per_expert", "lion"),
+    *("grafted_shampoo", "psgd_kron_per_expert", "adamuon"),
+)
 """Kinds in which each layout and rule occurs once."""
 
 WITH_EXPERTS = (
@@ -87,6 +106,8 @@ WITH_EXPERTS = (
     "soap_one_sided",
     "soap_muon_per_expert",
     "shampoo_per_expert",
+    "grafted_shampoo_per_expert",
+    "psgd_kron_per_expert",
 )
 """Kinds that know which experts got no token."""
 

@@ -137,6 +137,12 @@ KEYS = {
     "soap_muon": "momentum_buffer exp_avg_sq factor_1 basis_1",
     "soap_muon_per_expert": f"momentum_buffer exp_avg_sq {BOTH_SIDES}",
     "adamw": ADAM,
+    "grafted_shampoo": f"{ADAM} factor_0 factor_1 root_0 root_1",
+    "grafted_shampoo_per_expert": "exp_avg factor_1 root_1",
+    "psgd_kron": "momentum_buffer factor_0 factor_1 curvature_0 curvature_1",
+    "psgd_kron_per_expert": "momentum_buffer factor_1 curvature_1",
+    "adamuon": "momentum_buffer exp_avg_sq",
+    "scion": "momentum_buffer",
     "shampoo": "exp_avg factor_0 factor_1 root_0 root_1",
     "lion": "exp_avg",
 }

@@ -43,7 +43,11 @@ def test_a_run_of_every_rule_resumes_to_the_bit_and_is_exported(
     assert main(["export", str(run_dir), str(tmp_path / "exported")]) == 0
     tensors = open_checkpoint(list_checkpoints(run_dir / "checkpoints")[-1]).table.tensors
     state = {key.rpartition("/")[2] for key in tensors if "o_proj" in key}
-    of_rule = {"adamw": {"exp_avg_sq"}, "muon": {"momentum_buffer"}, LION: {"exp_avg"}}
+    of_rule = {
+        **{"adamw": {"exp_avg_sq"}, "muon": {"momentum_buffer"}, LION: {"exp_avg"}},
+        **{"shampoo": {"exp_avg_sq", "root_1"}, "psgd_kron": {"factor_0", "curvature_1"}},
+        **{"adamuon": {"exp_avg_sq"}, "scion": {"momentum_buffer"}},
+    }
     assert of_rule.get(name, {"exp_avg_sq", "basis_1"}) | {"step"} <= state
     losses = [row["validation_loss"] for row in timeless_rows(run_dir) if "validation_loss" in row]
     assert losses[-1] < losses[0]

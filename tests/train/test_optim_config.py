@@ -219,7 +219,10 @@ def test_a_router_is_a_part_of_the_rest_until_it_names_a_rule() -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_rates_of_kinds(name: str) -> None:
     optim = optim_of(name=name, lr=0.5)
-    of_rest = {"adamw": 16.0, "muon": 2.0, "soap_muon": 2.0, "soap": 8.0}.get(name, 1.0)
+    of_rest = {
+        **{"adamw": 16.0, "muon": 2.0, "soap_muon": 2.0, "soap": 8.0},
+        **{"shampoo": 8.0, "psgd_kron": 16.0, "adamuon": 1.6, "scion": 1.6},
+    }.get(name, 1.0)
     factors = {"experts": 1.0, "matrices": 1.0, "rest": of_rest, "router": of_rest}
     assert {kind: optim.lr_of(kind) for kind in KINDS} == {
         kind: 0.5 * factor for kind, factor in factors.items()

@@ -66,6 +66,10 @@ REST_FACTORS = {
     ("muon", "adamw"): 2.0,
     ("soap_muon", "adamw"): 2.0,
     ("soap", "adamw"): 8.0,
+    ("shampoo", "adamw"): 8.0,
+    ("psgd_kron", "adamw"): 16.0,
+    ("adamuon", "adamw"): 1.6,
+    ("scion", "adamw"): 1.6,
     ("muon", "embedding_soap"): 1.6,
     ("soap_muon", "embedding_soap"): 1.6,
 }

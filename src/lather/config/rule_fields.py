@@ -40,6 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 2e-3},
     "muon": {"momentum": 0.9},
     "soap_muon": {"momentum": 0.9},
+    "adamuon": {"momentum": 0.9},
 }
 """Defaults of the trainer that differ from the rule's own. In addition, `sides` is "auto" where the
 rule has "both", and `weight_rounding` is "remainder"."""

@@ -1,5 +1,5 @@
-"""Matrix optimizers as ordinary torch optimizers: the SOAP family, Muon, SOAP-Muon, AdamW, and
-rules of your own. Requires torch only."""
+"""Matrix optimizers as ordinary torch optimizers: the SOAP family, Muon and its relatives,
+Shampoo, PSGD-Kron, AdamW, and rules of your own. Requires torch only."""
 
 from lather.optim import functional as functional
 from lather.optim import schedules as schedules
@@ -13,9 +13,13 @@ from lather.optim.kinds import Decision as Decision
 from lather.optim.optimizers import KLSOAP as KLSOAP
 from lather.optim.optimizers import REKLS as REKLS
 from lather.optim.optimizers import SOAP as SOAP
+from lather.optim.optimizers import AdaMuon as AdaMuon
 from lather.optim.optimizers import AdamW as AdamW
 from lather.optim.optimizers import EmbeddingSOAP as EmbeddingSOAP
 from lather.optim.optimizers import Muon as Muon
+from lather.optim.optimizers import PSGDKron as PSGDKron
+from lather.optim.optimizers import Scion as Scion
+from lather.optim.optimizers import Shampoo as Shampoo
 from lather.optim.optimizers import SOAPMuon as SOAPMuon
 from lather.optim.optimizers import StackedSOAP as StackedSOAP
 from lather.optim.optimizers import constructor as constructor

@@ -16,9 +16,13 @@ from lather.optim.batched.matrix_layout import layout_of, rule_for_dtype
 from lather.optim.batched.optimizer import MatrixOptimizer
 from lather.optim.options import options_of
 from lather.optim.rule import Rule
+from lather.optim.rules.adamuon import AdaMuonRule
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.kl_soap import KLSOAPRule, REKLSRule, StackedSOAPRule
 from lather.optim.rules.muon import MuonRule
+from lather.optim.rules.psgd_kron import PSGDKronRule
+from lather.optim.rules.scion import ScionRule
+from lather.optim.rules.shampoo import ShampooRule
 from lather.optim.rules.soap import EmbeddingSOAPRule, SOAPRule
 from lather.optim.rules.soap_muon import SOAPMuonRule
 
@@ -152,9 +156,56 @@ class SOAPMuon(MatrixOptimizer):
         super().__init__(params, rule)
 
 
+class Shampoo(MatrixOptimizer):
+    """Momentum times inverse roots of Kronecker factors, with the size of Adam's update
+    (arXiv:1802.09568)."""
+
+    rule = ShampooRule
+
+    @constructor(ShampooRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        super().__init__(params, rule)
+
+
+class PSGDKron(MatrixOptimizer):
+    """Momentum, whitened by Kronecker factors that are fitted to it at every step
+    (arXiv:2211.04422)."""
+
+    rule = PSGDKronRule
+
+    @constructor(PSGDKronRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        super().__init__(params, rule)
+
+
+class AdaMuon(MatrixOptimizer):
+    """Muon on the signs of the momentum, divided by the root of the second moment of the
+    orthogonalized update (arXiv:2507.11005)."""
+
+    rule = AdaMuonRule
+
+    @constructor(AdaMuonRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        super().__init__(params, rule)
+
+
+class Scion(MatrixOptimizer):
+    """Momentum in steps of a given norm: orthogonalized for hidden matrices, signs for embeddings
+    and heads (arXiv:2502.07529)."""
+
+    rule = ScionRule
+
+    @constructor(ScionRule)
+    def __init__(self, params: ParamsT, rule: Rule) -> None:
+        super().__init__(params, rule)
+
+
 OPTIMIZER_OF: dict[type[Rule], type[MatrixOptimizer]] = {
     optimizer.rule: optimizer
-    for optimizer in (AdamW, KLSOAP, REKLS, StackedSOAP, Muon, SOAP, EmbeddingSOAP, SOAPMuon)
+    for optimizer in (
+        *(AdamW, KLSOAP, REKLS, StackedSOAP, Muon, SOAP, EmbeddingSOAP, SOAPMuon),
+        *(Shampoo, PSGDKron, AdaMuon, Scion),
+    )
 }
 """The registered rules, each with the optimizer whose default rule it is."""
 

@@ -238,9 +238,14 @@ class Rule(Controls):
         return self
 
     def dims(self, matrix: Matrix) -> tuple[int, ...]:
-        """Return the dims of the matrix that have a basis, ascending. Each is refreshed separately.
-        Only a `RefreshingRule` has any."""
+        """Return the dims of the matrix that have a factor or a basis, ascending. If there are any,
+        experts without gradient are left out (`State.active`); a `RefreshingRule` refreshes each
+        dim separately."""
         return ()
+
+    def due(self, t: int) -> Due:
+        """Return which matrices step t refreshes: none, unless the rule is a `RefreshingRule`."""
+        return NOBODY
 
     def step_whole(
         self, weights: Tensors, grads: Tensors, states: Mapping[str, Tensors], t: int, lr: float
@@ -375,7 +380,7 @@ class RefreshingRule(Rule):
 
 def rms(u: Tensor) -> Tensor:
     """Return the root mean square of each matrix of u, (B,)."""
-    return norms(u) / math.sqrt(u[0].numel())
+    return norms(u) / math.sqrt(math.prod(u.shape[1:]))
 
 
 def column(x: Tensor, like: Tensor) -> Tensor:

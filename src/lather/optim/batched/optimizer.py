@@ -209,7 +209,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=DocumentedByRule):
             plan = self._plan = self._make_plan(checks.usable)
         for info, t in plan.intervals:
             # every rank calls it, so that all raise if it does
-            info.rule.due(t + plan.num_steps + 1)  # type: ignore[attr-defined]
+            info.rule.due(t + plan.num_steps + 1)
         plan.idle = checks.idle
         count_step(plan.chunks, checks.idle)
         plan.count_step()
@@ -227,7 +227,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=DocumentedByRule):
         with_bases = [info for info in usable if info.layout.dims]
         due = {(id(info.rule), step_of[id(info)]): info.rule for info in with_bases}
         for (_, step), rule in due.items():
-            rule.due(step + 1)  # type: ignore[attr-defined]
+            rule.due(step + 1)
         store.create(usable, self.state)
         infos = [info for info in usable if info.param.numel()]
         exchanges = sharding.exchanges(infos, store.members()) if sharding.has_shares else []
@@ -376,7 +376,7 @@ def receive_updates(exchange: OwnerExchange, state: States) -> None:
 def count_step(runs: Iterable[MemberRun], idle: dict[int, list[bool]]) -> None:
     """Set t, the refreshes that are due and the idle experts of the runs for a step (`idle`: as in
     `Inspection`). An invalid interval raises before that."""
-    due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]  # type: ignore[attr-defined]
+    due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]
     for run, now in zip(runs, due, strict=True):
         run.step, run.due = run.step + 1, now
         if run.version != run.info.settings.version:

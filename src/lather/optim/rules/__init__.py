@@ -9,9 +9,13 @@ import importlib
 from typing import Any
 
 from lather.optim.rule import Rule
+from lather.optim.rules.adamuon import AdaMuonRule
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.kl_soap import KLSOAPRule, REKLSRule, StackedSOAPRule
 from lather.optim.rules.muon import MuonRule
+from lather.optim.rules.psgd_kron import PSGDKronRule
+from lather.optim.rules.scion import ScionRule
+from lather.optim.rules.shampoo import ShampooRule
 from lather.optim.rules.soap import EmbeddingSOAPRule, SOAPRule
 from lather.optim.rules.soap_muon import SOAPMuonRule
 
@@ -20,6 +24,7 @@ RULES: dict[str, type[Rule]] = {
     for rule in (
         *(AdamWRule, KLSOAPRule, REKLSRule, StackedSOAPRule),
         *(MuonRule, SOAPRule, EmbeddingSOAPRule, SOAPMuonRule),
+        *(ShampooRule, PSGDKronRule, AdaMuonRule, ScionRule),
     )
 }
 """The registered rules by name."""

@@ -1,5 +1,5 @@
-"""Base class of rules with eigenbases: which sides of a matrix have a basis, which state belongs to
-it, and how it is refreshed.
+"""Base classes of rules with Kronecker factors: which sides of a matrix have one; for rules with
+eigenbases also which state belongs to a basis, and how it is refreshed.
 
 Letters: K_i the Kronecker factor of dim i (`factor_i`), Q_i its eigenbasis (`basis_i`), w_i the
 eigenvalues (`eigenvalues_i`), M and V the moments in the bases (`exp_avg`, `exp_avg_sq`).
@@ -20,29 +20,46 @@ from lather.optim.linalg.eigenbasis import (
     update_eigenbasis_and_momentum,
 )
 from lather.optim.options import Count, Interval, NonNegative, Range, at_least, is_number
-from lather.optim.rule import Entry, Matrix, RefreshingRule, State, column, rms
+from lather.optim.rule import Entry, Matrix, RefreshingRule, Rule, State, column, rms
 
 LONG = 8
 """Ratio of the sides of a matrix above which `sides="auto"` gives no basis to the longer side."""
 
 
 @dataclass(frozen=True)
-class BasisRule(RefreshingRule):
+class SidedRule(Rule):
+    """Base class of rules with a Kronecker factor for each side of a matrix, or for some."""
+
+    _: KW_ONLY
+    sides: Literal["both", "smaller", "larger", "auto"] = "both"
+    """Sides of a matrix that are preconditioned, each by a Kronecker factor. auto: only the smaller
+    side if the other is more than 8 times as long (both sides of a 4096 x 8 LoRA matrix would need
+    hundreds of times the memory of its weights), otherwise both."""
+    max_precond_dim: Annotated[int, at_least(0, " (0: no preconditioning)")] = 8192
+    """Largest size of a dim that is preconditioned; 0: none is, so the group takes AdamW's step."""
+    precondition_1d: bool = False
+    """Precondition vectors, too; otherwise they take AdamW's step."""
+
+    def dims(self, matrix: Matrix) -> tuple[int, ...]:
+        if 0 in matrix.shape or (matrix.num_dims < 2 and not self.precondition_1d):
+            return ()
+        wanted = tuple(range(len(matrix.shape)))
+        if matrix.is_matrix and self.sides != "both":
+            m, n = matrix.shape
+            smaller = int(m > n)
+            if self.sides != "auto" or max(m, n) > LONG * min(m, n):
+                wanted = (1 - smaller,) if self.sides == "larger" else (smaller,)
+        return tuple(dim for dim in wanted if matrix.shape[dim] <= self.max_precond_dim)
+
+
+@dataclass(frozen=True)
+class BasisRule(SidedRule, RefreshingRule):
     """Base class of SOAP, KL-SOAP and SOAP-Muon."""
 
     _: KW_ONLY
     precondition_frequency: Interval = 10
     """Steps between refreshes of the bases. In Python it may also be a function of the step
     (`lather.optim.schedules`)."""
-    sides: Literal["both", "smaller", "larger", "auto"] = "both"
-    """Sides of a matrix that have a Kronecker factor and a basis. auto: only the smaller side if
-    the other is more than 8 times as long (both sides of a 4096 x 8 LoRA matrix would need 770
-    times the memory of its weights), otherwise both."""
-    max_precond_dim: Annotated[int, at_least(0, " (0: no preconditioning)")] = 8192
-    """Largest size of a dim that has a factor and a basis; 0: no dim has them, so the group takes
-    AdamW's step."""
-    precondition_1d: bool = False
-    """Give vectors a factor and a basis, too; otherwise they take AdamW's step."""
     refresh_method: Literal["qr", "eigh", "cholesky_qr", "root_qr", "auto"] = "auto"
     """Computation of the new basis. qr, cholesky_qr, root_qr: three algorithms for one step of
     orthogonal iteration; auto: the best of the three for the size and the device; eigh: a full
@@ -76,17 +93,6 @@ class BasisRule(RefreshingRule):
         """Whether the momentum `exp_avg` is in the coordinates of the bases, and so is rotated at a
         refresh."""
         return True
-
-    def dims(self, matrix: Matrix) -> tuple[int, ...]:
-        if 0 in matrix.shape or (matrix.num_dims < 2 and not self.precondition_1d):
-            return ()
-        wanted = tuple(range(len(matrix.shape)))
-        if matrix.is_matrix and self.sides != "both":
-            m, n = matrix.shape
-            smaller = int(m > n)
-            if self.sides != "auto" or max(m, n) > LONG * min(m, n):
-                wanted = (1 - smaller,) if self.sides == "larger" else (smaller,)
-        return tuple(dim for dim in wanted if matrix.shape[dim] <= self.max_precond_dim)
 
     def state(self, matrix: Matrix) -> dict[str, Entry]:
         entries = {}
