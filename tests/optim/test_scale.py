@@ -8,6 +8,7 @@ import pytest
 import torch
 from optim_helpers import largest_difference, parameters
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lather.optim import SOAP, AdamW, MatrixOptimizer, Muon, SOAPMuon
 from lather.optim.functional import (
@@ -16,6 +17,7 @@ from lather.optim.functional import (
     get_eigenbasis_svd,
     orthogonalize,
 )
+from lather.optim.linalg import scale as linalg_scale
 from lather.optim.linalg.eigenbasis import is_still_diagonal, update_eigenbasis_and_momentum
 from lather.optim.linalg.scale import norms, powers_of_two
 
@@ -79,6 +81,41 @@ def test_muon(options: dict[str, Any]) -> None:
     rounding = 1e-2 if is_narrow else 1e-5
     for scale in [*OTHERS, *TINY]:
         assert largest_difference(trained(Muon, options, scale), expected) < rounding, scale
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the path of a GPU on the CPU, too: there, no norm is looked at."""
+    if request.param == "gpu":
+        monkeypatch.setattr(linalg_scale, "is_cpu", lambda x: False)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("options", [{}, {"normalize": "row"}, {"keep_norm": True}], ids=str)
+def test_muon_over_the_whole_range_of_fp32(options: dict[str, Any]) -> None:
+    """The least element of a gradient or of a momentum is still normal at 2^-100; above 2^60 a
+    gradient is refused, unless that is switched off."""
+    options = {**PER_EXPERT, **options, "nonfinite": "ignore"}
+    expected = trained(Muon, options, 1.0)
+    for exponent in (*range(-100, 120, 20), 124):
+        found = trained(Muon, options, 2.0**exponent)
+        assert largest_difference(found, expected) == 0, exponent
+    for exponent in (-126, -116):
+        assert largest_difference(trained(Muon, options, 2.0**exponent), expected) < 1e-3
+
+
+@pytest.mark.usefixtures("path")
+def test_the_moments_of_an_expert_without_tokens_may_decay_to_nothing() -> None:
+    for cls, options in ((Muon, {}), (Muon, {"keep_norm": True}), (AdamW, {"keep_norm": True})):
+        p = nn.Parameter(draw(3, 6, 5))
+        optimizer = cls([p], lr=1e-3, weight_decay=0.0, matrix_layout="per_expert", **options)
+        p.grad = draw(3, 6, 5, seed=1)
+        for _ in range(1500):
+            before = p.detach().clone()
+            optimizer.step()
+            p.grad[1] = 0
+            moved = torch.linalg.matrix_norm(p.detach() - before) / torch.linalg.matrix_norm(before)
+            assert moved.max() < 0.01, options
 
 
 @pytest.mark.parametrize("options", SOAP_MUON, ids=str)
@@ -165,6 +202,39 @@ def test_orthogonalize(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for scale in (*OTHERS, 1e-20, 1e-30, 1e30):
         torch.testing.assert_close(orthogonalize(x * scale), expected, rtol=0, atol=rounding)
     assert torch.equal(x, kept)
+
+
+@pytest.mark.usefixtures("path")
+def test_orthogonalize_over_the_whole_range_of_fp32() -> None:
+    x = draw(3, 5, 9)
+    x = x / x.abs().amax((1, 2), keepdim=True)
+    x = (x + 0.1 * x.sign()) / 1.1  # no element near zero
+    expected = orthogonalize(x)
+    for exponent in range(-122, 128, 2):
+        assert torch.equal(orthogonalize(x * 2.0**exponent), expected), exponent
+    for factor in (1.2e-38, 1e-30, 1e-7, 1e30, 3e38):
+        found = orthogonalize(x * factor)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert not orthogonalize(torch.zeros(2, 3, 4)).any()
+
+
+def test_cubic_steps_leave_out_a_product() -> None:
+    x, products = draw(2, 8, 12), {}
+    for name in ("quintic", "cubic"):
+        with FlopCounterMode(display=False) as counter:
+            orthogonalize(x, 4, name)  # type: ignore[arg-type]
+        products[name] = counter.get_total_flops()
+    square, whole = 2 * 2 * 8 * 8 * 8, 2 * 2 * 8 * 8 * 12
+    assert products == {"quintic": 4 * (square + 2 * whole), "cubic": 4 * 2 * whole}
+
+
+@pytest.mark.parametrize(("coefficients", "error"), [("cubic", 1e-6), ("hybrid", 1e-3)])
+def test_sequences_that_end_at_one(coefficients: Any, error: float) -> None:
+    x = draw(2, 8, 12)
+    steps = {"cubic": 20, "hybrid": 10}[coefficients]
+    values = torch.linalg.svdvals(orthogonalize(x, steps, coefficients))
+    assert (values - 1).abs().max() < error
+    assert (torch.linalg.svdvals(orthogonalize(x, 10)) - 1).abs().max() > 0.1
 
 
 def test_a_matrix_orthogonalized_in_any_batch_has_the_same_bits() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.linalg.scale import factors_between, norms
+from lather.optim.linalg.scale import factors_between, norms, norms_of_any_scale
 from lather.optim.options import Decay, Fraction, Size
 from lather.shapes import Float
 
@@ -133,7 +133,7 @@ def stepped(
 
 def scaled(x: Float[Tensor, "b *dims"], r: Float[Tensor, " b"]) -> Float[Tensor, "b *dims"]:
     """Return each matrix of x, scaled to the norm r; the same matrix where r is 0."""
-    return x * _column(factors_between(r, norms(x)).where(r > 0, 1.0), x)
+    return x * _column(factors_between(r, norms_of_any_scale(x)).where(r > 0, 1.0), x)
 
 
 def braked(

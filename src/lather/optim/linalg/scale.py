@@ -2,7 +2,8 @@
 
 In fp32, squares of numbers above 1.8e19 overflow, and those of numbers below 1e-23 vanish. A CPU,
 where reading a value costs nothing, brings matrices of such a size near 1 before it squares them. A
-GPU does not, because the host would have to wait, or the GPU to read every matrix twice. Powers of
+GPU does so only where it matters, in Newton-Schulz and for updates under `keep_norm` (moments of an
+expert without tokens decay to any size), because it has to read every matrix twice more. Powers of
 two change no bit of a result.
 """
 
@@ -34,6 +35,36 @@ def norms(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
     size = powers_of_two(rows.to(dtype))
     scaled = torch.linalg.vector_norm(rows.to(dtype) / size.unsqueeze(1), dim=1)
     return norm.where(good, scaled * size)
+
+
+def largest_elements(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
+    """Return the largest magnitude in each matrix of x (B, ...), at least the smallest normal
+    number, in fp32, or in fp64 if x is."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf, tuple(range(1, x.dim())), dtype=dtype)
+    return largest.clamp_min(torch.finfo(dtype).tiny)
+
+
+def with_norms_in_range(x: Float[Tensor, "b m n"]) -> Float[Tensor, "b m n"]:
+    """Return matrices whose norms, and the squares of these, are normal numbers: on a GPU each
+    matrix of x is divided by its largest element, because looking at its norm first would take
+    longer; on a CPU a matrix out of range is divided by a power of two."""
+    if not is_cpu(x):
+        return x / largest_elements(x)[:, None, None]
+    norm = norms(x)
+    good = (norm >= torch.finfo(norm.dtype).tiny) & norm.isfinite()
+    if is_true(good.all(), Read.CHOICE):
+        return x
+    return x / powers_of_two(x).where(~good, 1.0)[:, None, None]
+
+
+def norms_of_any_scale(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
+    """Return `norms` of x, also on a GPU of matrices whose squares fp32 does not have: it reads
+    them twice more there."""
+    if is_cpu(x):
+        return norms(x)
+    largest = largest_elements(x)
+    return norms(x / largest.view(-1, *[1] * (x.dim() - 1))) * largest
 
 
 def factors_between(target: Tensor, norm: Tensor) -> Tensor:

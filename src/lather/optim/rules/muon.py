@@ -17,7 +17,12 @@ from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
-from lather.optim.linalg.newton_schulz import orthogonalize, update_scale, with_norm_of
+from lather.optim.linalg.newton_schulz import (
+    Coefficients,
+    orthogonalize,
+    update_scale,
+    with_norm_of,
+)
 from lather.optim.options import (
     Count,
     Decay,
@@ -65,9 +70,11 @@ class MuonRule(Rule):
     """Share of the slow average in the mixture."""
     steps: Count = 5
     """Steps of the Newton-Schulz iteration. In no measured run did 3 steps raise the loss."""
-    coefficients: Literal["quintic", "polar_express"] = "quintic"
+    coefficients: Coefficients = "quintic"
     """Coefficients of the Newton-Schulz iteration. quintic: Jordan's, the same at every step;
-    polar_express: a sequence that changes from step to step."""
+    polar_express: a sequence that changes from step to step; cubic: two products a step in place of
+    three, but it needs more steps; hybrid: quintic, but for the last two steps, which move singular
+    values to 1 more exactly (published with 10 steps)."""
     scale: Scale = "match_rms_adamw"
     """Factor by which the orthogonalized update is multiplied. match_rms_adamw: 0.2 sqrt(max(m,
     n)), which gives the update about the rms of AdamW's; spectral: sqrt(max(1, m / n)); or a
