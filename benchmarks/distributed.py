@@ -37,7 +37,7 @@ from lather.console import command_console
 from lather.errors import require
 from lather.models.families import build_model
 from lather.optim import SOAP, MatrixOptimizer, parameter_groups, state_bytes
-from lather.optim.batched.matrix_layout import layout_of
+from lather.optim.batched.layouts import layout_of
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.soap import SOAPRule
 from lather.optim.sharded.owners import share_out

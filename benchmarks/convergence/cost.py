@@ -23,7 +23,7 @@ from lather.config.config import Config
 from lather.data.batches import Batch, Batches
 from lather.data.opening import open_datasets, training_batches
 from lather.engine.engine import Engine, build_engine
-from lather.engine.optimizer import build_optimizer
+from lather.engine.optimizer import build_optimizer, head_rows
 from lather.optim import MatrixOptimizer
 from lather.parallel.mesh import Mesh
 
@@ -120,7 +120,7 @@ def _gradients(engine: Engine, batch: Batch) -> list[Tensor]:
 
 def _timed(name: str, config: Config, engine: Engine) -> _Timed:
     named = [(key, nn.Parameter(p.detach().clone())) for key, p in engine.parameters.spread()]
-    optimizer = build_optimizer(config.optim, named)
+    optimizer = build_optimizer(config.optim, named, head_rows(config))
     assert isinstance(optimizer, MatrixOptimizer)
     frequencies = [group.get("precondition_frequency", 1) for group in optimizer.param_groups]
     every = math.lcm(*(frequency for frequency in frequencies if isinstance(frequency, int)))

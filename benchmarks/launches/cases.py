@@ -29,7 +29,7 @@ from lather.models.saving.rounded_weights import RoundedWeights, set_rounded_wei
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.optim import parameters_by_kind
-from lather.optim.batched.matrix_layout import layout_of
+from lather.optim.batched.layouts import layout_of
 from lather.optim.rules.kl_soap import KLSOAPRule
 from lather.optim.sharded.owners import share_out
 from lather.optim.sharded.placement import Spread, boxes_of
@@ -181,7 +181,7 @@ def share_of_rank(
         wanted, share_out([(spread, layout) for _, spread, layout in wanted], {}), strict=True
     ):
         if own := sum(unit.owner == rank for unit in units):
-            shapes[name] = (own, *layout.shape[1:]) if layout.per_expert else layout.shape
+            shapes[name] = layout.shape_with(own)
     return shapes
 
 

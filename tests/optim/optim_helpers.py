@@ -50,6 +50,7 @@ SOAP_KINDS: dict[str, tuple[type[MatrixOptimizer], dict[str, Any]]] = {
     "kl_soap_floor": (KLSOAP, {**EVERY_SECOND, "eigenvalue_floor": 1e-2, "sides": "auto"}),
     "rekls": (REKLS, {}),
     "stacked_soap": (StackedSOAP, {}),
+    "soap_per_head": (SOAP, {**EVERY_SECOND, "matrix_layout": "per_head", "head_rows": 2}),
 }
 """Kinds of the SOAP family: Adam in bases, on both sides or one, with a warm-up of plain Adam or
 without."""
@@ -61,6 +62,10 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "muon_stacked": (
         Muon,
         {"matrix_layout": "stacked", "keep_norm": True, "slow_momentum_start": 2},
+    ),
+    "muon_per_head": (
+        Muon,
+        {"matrix_layout": "per_head", "head_columns": 2, "normalize": "row", "keep_norm": True},
     ),
     "soap_muon": (SOAPMuon, EVERY_SECOND),
     "soap_muon_per_expert": (SOAPMuon, {**EVERY_SECOND, **PER_EXPERT, "sides": "both"}),
@@ -134,16 +139,17 @@ few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
 
 
 def make(kind: str, params: Iterable[Any], **options: Any) -> MatrixOptimizer:
-    """Make the optimizer `kind`; parameters with fewer than two dims are in a group with layout
-    "tensor".
+    """Make the optimizer `kind`; parameters with fewer than two dims, and with other than two under
+    `per_head`, are in a group with layout "tensor".
 
     `adam_warmup_steps` is the warm-up of every rule that has one, and left out of the others, as
     `precondition_frequency` is."""
     cls, preset = {**KINDS, **CODED_KINDS}[kind]
     params = list(params)
+    dims = {2} if "per_head" in preset.values() else {2, 3, 4}
     groups = [
-        {"params": [p for p in params if p.dim() >= 2]},
-        {"params": [p for p in params if p.dim() < 2], "matrix_layout": "tensor"},
+        {"params": [p for p in params if p.dim() in dims]},
+        {"params": [p for p in params if p.dim() not in dims], "matrix_layout": "tensor"},
     ]
     rule = cls if issubclass(cls, Rule) else cls.rule
     merged = {"lr": 1e-2, **preset, **options}

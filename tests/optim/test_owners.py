@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lather.boxes import Box, chunk
 from lather.optim import Matrix
-from lather.optim.batched.matrix_layout import layout_of
+from lather.optim.batched.layouts import layout_of
 from lather.optim.rules.soap import SOAPRule
 from lather.optim.sharded.owners import assign, matrices_of, rows_of_copies, share_out
 from lather.optim.sharded.placement import Spread, boxes_of

@@ -98,6 +98,9 @@ class OptimConfig:
     """Exponent of the cooldown of power; 1: that of wsd."""
     min_lr_ratio: MinRatio = 0.1
     """Learning rate at the end of the decay, as a fraction of the peak."""
+    per_head: bool = False
+    """Treat each head of an attention's projections of queries, keys and values as a matrix of its
+    own; output projections stay whole."""
 
     rules: ClassVar[Mapping[str, type[Rule]]]
     """Rule of `[optim]`, under "", and the rule of each kind."""

@@ -30,6 +30,7 @@ from lather.optim.rules import RULES, find_rule
 
 DECIDED = {
     "matrix_layout": "each expert is a matrix of its own, or all are one stack for stacked_soap",
+    **dict.fromkeys(("head_rows", "head_columns"), "heads are those of the model, with per_head"),
     "nonfinite": "a step whose loss or gradient is not finite is skipped",
     "maximize": "the loss is minimized",
 }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from lather.config.config import Config
 from lather.config.optim import OptimConfig
+from lather.engine.trained_parameters import outline
 from lather.optim import MatrixOptimizer, parameters_by_kind
 from lather.optim.batched.remainders import REMAINDER, remainder_of
 from lather.optim.groups import ADAM_NAMES
@@ -26,19 +28,34 @@ NO_MATRICES = (*ADAM_NAMES, "conv1d")
 """Name components of embeddings, heads, and convolutions that have a filter for each channel."""
 
 
+def head_rows(config: Config) -> dict[str, int]:
+    """Return the rows of a head in each parameter that `optim.per_head` divides into heads, by
+    name: what the model's modules say of their projections, and nothing without that option."""
+    modules = outline(config).named_modules() if config.optim.per_head else ()
+    return {
+        f"{path}.{name}.weight": rows
+        for path, module in modules
+        for name, rows in getattr(module, "head_rows", {}).items()
+    }
+
+
 def build_optimizer(
-    config: OptimConfig, parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]]
+    config: OptimConfig,
+    parameters: LocalParameters | Iterable[tuple[str, nn.Parameter]],
+    heads: Mapping[str, int] | None = None,
 ) -> MatrixOptimizer:
     """Build the optimizer for the rule of `[optim]`, whose groups have the rules of their kinds.
 
     `parameters`: those of a rank, or all of a model in one process with their names; frozen
-    parameters are skipped. For fp64 parameters the state of elementwise rules is fp64.
+    parameters are skipped. For fp64 parameters the state of elementwise rules is fp64. `heads`:
+    what `head_rows` returns, needed for `per_head`.
     """
     for kind, name, fraction in config.fractions():
         raise ValueError(
             f"optim.{kind and f'{kind}.'}{name} = {fraction} is a fraction of a run of unknown "
             "length: use Config.resolved(), or give a number of steps"
         )
+    assert heads is not None or not config.per_head
     if isinstance(parameters, LocalParameters):
         trained = parameters.trained().spread()
     else:
@@ -58,7 +75,9 @@ def build_optimizer(
             rule = replace(rule, state_dtype=torch.float64)
         factor = config.lr_of(kind) / config.peak_lr if config.peak_lr else 1.0
         keys = {"rule": rule, "lr": rule.lr, LR_FACTOR: factor, KIND: kind}
-        groups.append({"params": named, **keys})
+        for size, params in _by_head_size(named, (heads or {}) if kind == "matrices" else {}):
+            layout = {"matrix_layout": "per_head", "head_rows": size} if size else {}
+            groups.append({"params": params, **keys, **layout})
     # a rank whose layers are all frozen still takes part in steps
     groups = groups or [{"params": [], KIND: "rest"}]
     # checkpoints store the class name
@@ -75,3 +94,13 @@ def build_optimizer(
                 remainder_of(made.state[p]).copy_(r)
         parameters.remainders.clear()
     return made
+
+
+def _by_head_size(
+    named: Iterable[tuple[str, nn.Parameter]], heads: Mapping[str, int]
+) -> Iterable[tuple[int, list[tuple[str, nn.Parameter]]]]:
+    """Divide parameters by the rows of a head; 0 for those without heads."""
+    divided: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, p in named:
+        divided.setdefault(heads.get(name, 0), []).append((name, p))
+    return divided.items()

@@ -15,7 +15,7 @@ from lather.checkpoint.save import Staging
 from lather.config.config import Config
 from lather.device import is_gpu
 from lather.engine.averaged_weights import averaged_weights
-from lather.engine.optimizer import build_optimizer
+from lather.engine.optimizer import build_optimizer, head_rows
 from lather.engine.step import TrainStep
 from lather.memory.dry_rank import BUILDING, DryRank, dry_rank, kind_of_state
 from lather.memory.gathering_costs import GatheringCost, gathering_costs
@@ -108,7 +108,7 @@ def dry_run(
     with dry_rank(config, world_size, assumed, rank, layers) as dry:
         engine, mode, ledger = dry.engine, dry.mode, dry.mode.ledger
         timelines = {BUILDING: ledger.timeline()}
-        optimizer = build_optimizer(config.optim, engine.parameters)
+        optimizer = build_optimizer(config.optim, engine.parameters, head_rows(config))
         average = averaged_weights(config.train, engine.parameters, optimizer)
         if average is not None:
             ledger.label("parameters", average.values.values())

@@ -156,6 +156,14 @@ class MultiHeadLatentAttention(MeasuredAttention):
         k_BSHR = self.rotary.rotate(k_BSR.unsqueeze(2), *tables).expand(-1, -1, self.num_heads, -1)
         return torch.cat((k_BSHN, k_BSHR), dim=-1), v_BSHU
 
+    @property
+    def head_rows(self) -> dict[str, int]:
+        """Rows of a head in the projections that have heads, by name (`optim.per_head`). In
+        `kv_b_proj` they are its key and its value; the output projection adds up all heads."""
+        query = "q_proj" if self.q_lora_rank is None else "q_b_proj"
+        names = query, "kv_b_proj"
+        return {name: getattr(self, name).out_features // self.num_heads for name in names}
+
     def clip_factors(self, gamma_H: Float[Tensor, " h"]) -> dict[str, Float[Tensor, " x"]]:
         gamma_H1 = gamma_H.unsqueeze(1)
         root_HN = gamma_H1.sqrt().expand(-1, self.nope)
@@ -286,6 +294,12 @@ class GroupedQueryAttention(MeasuredAttention):
         gated = gate(*sources)
         recomputation.add(gated, gate, *sources)
         return self.o_proj(*gated)
+
+    @property
+    def head_rows(self) -> dict[str, int]:
+        """Rows of a head in the projections that have heads, by name (`optim.per_head`); a head's
+        gate is a matrix like its query. The output projection adds up all heads."""
+        return dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.head_dim)
 
     def heads(
         self,

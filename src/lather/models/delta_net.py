@@ -89,6 +89,15 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(sizes.value_head_dim, eps)
         self.out_proj = Linear(sizes.value_width, sizes.hidden_size, bias=False)
 
+    @property
+    def head_rows(self) -> dict[str, int]:
+        """Rows of a head in the projections that have heads, by name (`optim.per_head`): queries,
+        keys, values and gates of a head each. If keys and values differ in width, the projections
+        that have both have none."""
+        width, (fused, *others) = self.sizes.value_head_dim, self.projections
+        names = [fused] if width == self.sizes.key_head_dim else []
+        return dict.fromkeys([*names, *(x for x in others if x == "in_proj_z")], width)
+
     def forward(
         self,
         x_BSD: Float[Tensor, "b s d"],

@@ -9,6 +9,7 @@ from lather.optim.description import Decisions as Decisions
 from lather.optim.groups import describe_parameters as describe_parameters
 from lather.optim.groups import parameter_groups as parameter_groups
 from lather.optim.groups import parameters_by_kind as parameters_by_kind
+from lather.optim.heads import per_head as per_head
 from lather.optim.kinds import Decision as Decision
 from lather.optim.optimizers import KLSOAP as KLSOAP
 from lather.optim.optimizers import REKLS as REKLS

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.batched.arguments import Published, describe_unknown, translated
-from lather.optim.batched.matrix_layout import layout_of, rule_for_dtype
+from lather.optim.batched.layouts import layout_of, rule_for_dtype
 from lather.optim.batched.optimizer import MatrixOptimizer
 from lather.optim.options import options_of
 from lather.optim.rule import Rule

@@ -107,7 +107,7 @@ Scale = Annotated[
         lambda s: s in ("match_rms_adamw", "spectral") or (is_number(s) and s > 0),
     ),
 ]
-Bytes = Annotated[
+Size = Annotated[
     int | None, Range("an integer >= 1 or None", lambda size: size is None or is_count(size, 1))
 ]
 Precision = Literal["auto", "highest", "high", "medium"]
@@ -206,6 +206,24 @@ def check(rule: Any) -> None:
             )
     if rule.offload:
         _check_offload(rule)
+    _check_heads(rule)
+
+
+def _check_heads(rule: Any) -> None:
+    """Raise ValueError unless `per_head` has one size of heads, and other layouts have none."""
+    sizes = {name: getattr(rule, name) for name in ("head_rows", "head_columns")}
+    given = " and ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
+    is_per_head = rule.matrix_layout == "per_head"
+    if given and not is_per_head:
+        raise ValueError(
+            f"{given} with matrix_layout={rule.matrix_layout!r} is not valid: give "
+            "matrix_layout='per_head', or leave it out"
+        )
+    if is_per_head and sum(size is not None for size in sizes.values()) != 1:
+        raise ValueError(
+            f"matrix_layout='per_head' with {given or 'no size of a head'} is not valid: give "
+            "head_rows, the rows of a head (weights are (out, in)), or head_columns"
+        )
 
 
 NEEDED_BY_OFFLOAD: Mapping[str, tuple[Any, str]] = {

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lather.optim.controls import Controls, check_controls
 from lather.optim.linalg.scale import norms
-from lather.optim.options import Bytes, Count, Interval, Precision, Rate, StateDtype, Steps, check
+from lather.optim.options import Count, Interval, Precision, Rate, Size, StateDtype, Steps, check
 from lather.optim.plain import as_count, is_count
 
 R = TypeVar("R", bound="Rule")
@@ -124,10 +124,15 @@ class Rule(Controls):
     the last place is lost; stochastic: up or down at random, so that no change is lost on average;
     remainder: what rounding drops is kept in the state (2 bytes per weight), and the run is that of
     fp32 parameters. Parameters in fp32 and fp64 are not rounded."""
-    matrix_layout: Literal["tensor", "per_expert", "stacked"] = "tensor"
+    matrix_layout: Literal["tensor", "per_expert", "stacked", "per_head"] = "tensor"
     """Layout of a parameter of 3 dims or more. tensor: one tensor; per_expert: a batch of
     independent matrices along the leading dim; stacked: a stack (b, m, n) is one matrix, (m, b*n)
-    if n <= m, otherwise (b*m, n)."""
+    if n <= m, otherwise (b*m, n). Of 2 dims, per_head: the heads of a matrix of attention are
+    matrices of their own."""
+    head_rows: Size = None
+    """With `per_head`: rows of a head; heads follow each other along the rows of a parameter."""
+    head_columns: Size = None
+    """With `per_head`, in place of `head_rows`: columns of a head, for weights (in, out)."""
     maximize: bool = False
     """Maximize the objective instead of minimizing it."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
@@ -141,13 +146,13 @@ class Rule(Controls):
     vectors, and entries with fewer than 4,096 elements, stay fp32. {"moments": dtype, "bases":
     dtype, "factors": dtype} sets some of the parts. As text: "float64" or
     "moments=int8,factors=int16"."""
-    max_state_bytes: Bytes = None
+    max_state_bytes: Size = None
     """Largest state of a parameter in bytes; a parameter that needs more is refused. None: no
     limit."""
     batched: bool = True
     """Update matrices of equal shape as one batch. Off: one at a time, with the same result up to
     rounding."""
-    bucket_bytes: Bytes = None
+    bucket_bytes: Size = None
     """Limit on the temporary memory of a step in bytes; one matrix is updated even if it needs
     more. None: 256 MiB on a CPU, 4 GiB on a GPU."""
     num_streams: Count = 1

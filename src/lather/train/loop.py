@@ -29,7 +29,7 @@ from lather.data.batches import Batch
 from lather.device import Read, deterministic, is_gpu, read
 from lather.engine.averaged_weights import averaged_weights
 from lather.engine.engine import build_engine
-from lather.engine.optimizer import build_optimizer
+from lather.engine.optimizer import build_optimizer, head_rows
 from lather.engine.step import TrainStep, learning_rates, pick_device
 from lather.errors import UserError
 from lather.files import optional_file, read_rows, write_aside
@@ -142,7 +142,7 @@ class _TrainingRun:
         partition = agreed_partition(config, mesh)
         layers = None if partition is None else partition.stages
         self.engine = build_engine(config, mesh, record=self.timeline, layers=layers)
-        self.optimizer = build_optimizer(config.optim, self.engine.parameters)
+        self.optimizer = build_optimizer(config.optim, self.engine.parameters, head_rows(config))
         self.average = averaged_weights(config.train, self.engine.parameters, self.optimizer)
         clips = config.train.max_grad_norm, config.train.qk_clip
         self.step = TrainStep(self.engine, self.optimizer, *clips)

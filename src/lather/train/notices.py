@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lather.config.config import Config
-from lather.engine.optimizer import build_optimizer
+from lather.engine.optimizer import build_optimizer, head_rows
 from lather.engine.step import learning_rate
 from lather.engine.step_reading import StepResult
 from lather.engine.trained_parameters import outline, train_only, trained_parameters
@@ -85,9 +85,10 @@ def _loses_small_changes(config: Config) -> bool:
     train_only(model, trained_parameters(config).names)
     model.set_memory(config.moe.memory)
     narrow_product_weights(model, torch.bfloat16)
+    optimizer = build_optimizer(config.optim, model.named_parameters(), head_rows(config))
     return any(
         group["weight_rounding"] == "nearest" and p.dtype == torch.bfloat16
-        for group in build_optimizer(config.optim, model.named_parameters()).param_groups
+        for group in optimizer.param_groups
         for p in group["params"]
     )
 

@@ -9,8 +9,8 @@ tensors its optimizer state has.
                 parameters of any shape share one batch
     rows        the same with moments in int8: every row, along the last dim, is a tensor of its own
 
-Users choose among the first three; the others follow from the rule. There is always a batch dim,
-even if its size is 1.
+Users choose among the first three, and `per_head` (`lather.optim.batched.layouts`); the others
+follow from the rule. There is always a batch dim, even if its size is 1.
 
 The keys of a parameter's state are flat: `step`, and the tensors as which the entries that the rule
 names (`Rule.state`) are stored (`lather.optim.batched.formats`).
@@ -63,8 +63,9 @@ class Layout:
     num_dims: int = field(compare=False, repr=False)
     """Number of dims of the whole parameter."""
 
-    per_expert: ClassVar[bool] = False
-    """Whether the leading dim counts the tensors, which may have different owners."""
+    batch_dim: ClassVar[int | None] = None
+    """Dim of the parameter along which its tensors, which may have different owners, follow each
+    other; None if it is not divided."""
     elementwise: ClassVar[bool] = False
     """Whether every element is a tensor of its own."""
     is_joined: ClassVar[bool] = True
@@ -105,11 +106,18 @@ class Layout:
         elementwise rule."""
         return box
 
-    @cached_property
+    @property
     def has_experts(self) -> bool:
         """Whether the tensors are experts with bases of their own; experts without gradient keep
         their statistics."""
-        return self.per_expert and bool(self.dims)
+        return False
+
+    def shape_with(self, num: int) -> tuple[int, ...]:
+        """Return the shape of a part of the parameter that has `num` of its tensors."""
+        if self.batch_dim is None or not self.batch:
+            return self.shape
+        before, after = self.shape[: self.batch_dim], self.shape[self.batch_dim + 1 :]
+        return (*before, num * self.shape[self.batch_dim] // self.batch, *after)
 
     @cached_property
     def is_controlled(self) -> bool:
@@ -216,7 +224,11 @@ class Layout:
 class ExpertLayout(Layout):
     """The leading dim of the parameter counts independent tensors (experts)."""
 
-    per_expert = True
+    batch_dim = 0
+
+    @cached_property
+    def has_experts(self) -> bool:
+        return bool(self.dims)
 
     def of_part(self, shape: tuple[int, ...], *, contiguous: bool = True) -> Layout:
         return replace(self, shape=shape, batch=shape[0])
@@ -337,44 +349,3 @@ def _converted(
                 like = torch.empty(layout.shape_of(new.stored[key]), device="meta")
                 result[key] = dtensor_over(part, mesh, placements, like)
     return result
-
-
-def rule_for_dtype(rule: Rule, dtype: torch.dtype) -> Rule:
-    """Return the rule for parameters of this dtype: the same rule, in fp64 for fp64 parameters
-    unless it has a `state_dtype`, and with a `weight_rounding` for bf16 parameters alone."""
-    if rule.state_dtype is None and dtype == torch.float64:
-        rule = replace(rule, state_dtype=torch.float64)
-    if rule.weight_rounding != "nearest" and dtype != torch.bfloat16:
-        rule = replace(rule, weight_rounding="nearest")
-    return rule
-
-
-def layout_of(shape: tuple[int, ...], rule: Rule, *, contiguous: bool = True) -> Layout:
-    """Return the layout of a parameter for a rule with its `matrix_layout`.
-
-    Raises:
-        ValueError: `stacked` for more than three dims.
-    """
-    layout, batch, inner = Layout, 1, tuple(shape)
-    if rule.matrix_layout == "per_expert" and len(shape) > 2:
-        layout, batch, inner = ExpertLayout, shape[0], inner[1:]
-    elif rule.matrix_layout == "stacked" and len(shape) > 3:
-        raise ValueError(
-            f"matrix_layout='stacked' takes (experts, m, n), not {len(shape)} dims: use "
-            "'per_expert', or 'tensor'"
-        )
-    elif rule.matrix_layout == "stacked" and len(shape) == 3:
-        b, m, n = shape
-        layout, inner = StackedLayout, (m, b * n) if n <= m else (b * m, n)
-    matrix = Matrix(inner, len(shape))
-    rule = rule.on(matrix)
-    is_controlled = rule.controls_matrices and len(inner) > 1
-    is_8_bit = rule.elementwise and rule.dtypes["moment"] in CODES
-    if is_8_bit and not is_coded(shape):
-        rule, is_8_bit = replace(rule, state_dtype=torch.float32), False
-    if rule.elementwise and contiguous and 0 not in shape and not is_controlled:
-        if is_8_bit:
-            rows = math.prod(shape[:-1])
-            return RowLayout(tuple(shape), rows, tuple(shape[-1:]), (), rule, len(shape))
-        return ElementLayout(tuple(shape), math.prod(shape), (1,), (), rule, len(shape))
-    return layout(tuple(shape), batch, inner, rule.dims(matrix), rule, len(shape))

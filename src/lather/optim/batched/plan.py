@@ -80,8 +80,8 @@ class Chunk:
 
     def _as_parameters(self, batch: Tensor) -> list[Tensor]:
         """Return views of the batch (B, ...) in the shapes of its members, for a joined chunk."""
-        is_split = self.bucket.layout.per_expert
-        return list(batch.split(self._lengths) if is_split else batch.unbind())
+        is_matrix = self.bucket.layout.batch_dim is None
+        return list(batch.unbind() if is_matrix else batch.split(self._lengths))
 
     def _gather(self, tensors: list[Tensor]) -> Tensor:
         """Join tensors of parameters, in any layout, to one contiguous batch in the dtype of
@@ -92,7 +92,7 @@ class Chunk:
                 for x, (member, low, high) in zip(tensors, self._parts, strict=True)
             ]
         if len(tensors) == 1:
-            is_matrix = self._is_joined and not self.bucket.layout.per_expert
+            is_matrix = self._is_joined and self.bucket.layout.batch_dim is None
             x = tensors[0].unsqueeze(0) if is_matrix else tensors[0]
             return x.to(self.dtype).contiguous()
         out = tensors[0].new_empty((self.stop - self.start, *self.bucket.inner), dtype=self.dtype)

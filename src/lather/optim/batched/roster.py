@@ -272,7 +272,8 @@ def _form(info: ParamInfo) -> tuple[object, ...]:
     return x.shape, x.dtype, x.device, x.is_contiguous()
 
 
-SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - {"matrix_layout"}
+LAYOUT = frozenset({"matrix_layout", "head_rows", "head_columns"})
+SHARED = frozenset({"lr", "weight_decay", *options_of(Rule)}) - LAYOUT
 """Options that a group takes from the optimizer's default rule even if its rule is of another
 class, but for `CONTROLS`."""
 
@@ -291,6 +292,8 @@ def group_options(group: Mapping[str, Any], rule: type[Rule], default: Rule) -> 
         is_shared = type(source) is rule or name in SHARED or options[name] is MISSING
         if is_shared and not ("rule" in group and name in CONTROLS):
             options[name] = getattr(source, name)
+    if group.get("matrix_layout", "per_head") != "per_head":  # the default rule's heads are not its
+        options |= {"head_rows": None, "head_columns": None}
     return merged(options, {name: group[name] for name in options.keys() & group.keys()})
 
 

@@ -16,7 +16,8 @@ from lather.optim.batched import flat
 from lather.optim.batched.arguments import Published, translated
 from lather.optim.batched.buckets import States
 from lather.optim.batched.group_keys import listed, unknown_keys
-from lather.optim.batched.matrix_layout import Layout, RowLayout, layout_of, rule_for_dtype
+from lather.optim.batched.layouts import layout_of, rule_for_dtype
+from lather.optim.batched.matrix_layout import Layout, RowLayout
 from lather.optim.batched.plan import is_unchanged, weight_places
 from lather.optim.batched.roster import GroupSettings, ParamInfo, Roster, group_options, names_of
 from lather.optim.options import name_of, options_of

@@ -152,7 +152,7 @@ class StateStore:
                         continue
                     elif share.elementwise:
                         offset = layout.box_of(entry, share.region).offset
-                    elif layout.per_expert:
+                    elif layout.batch_dim is not None:
                         for row, number in zip(value.split(1), member.numbers, strict=True):
                             yield p, Piece(key, row, (number, *offset[1:]), shape)
                         continue

@@ -130,9 +130,10 @@ class StackedSOAPRule(KLSOAPRule):
     parameters of two dims it is KL-SOAP."""
 
     _: KW_ONLY
-    matrix_layout: Literal["tensor", "per_expert", "stacked"] = "stacked"
-    """Layout of a parameter of 3 dims or more. stacked: a stack (b, m, n) is one matrix, (m, b*n)
-    if n <= m, otherwise (b*m, n); tensor: the parameter is no stack and stays one tensor."""
+    matrix_layout: Literal["tensor", "per_expert", "stacked", "per_head"] = "stacked"
+    """Layout of a parameter. stacked: a stack (b, m, n) is one matrix, (m, b*n) if n <= m,
+    otherwise (b*m, n); tensor: the parameter is no stack and stays one tensor; per_head: the
+    heads of a matrix of attention are matrices of their own."""
 
     name: ClassVar[str] = "stacked_soap"
 

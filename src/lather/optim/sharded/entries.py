@@ -70,7 +70,7 @@ class SpreadEntry:
         if self.share.elementwise or not units or not any(self.spread.box.size[:1]):
             return None
         first, num_rows = self.spread.box.offset[0], self.spread.box.size[0]
-        if self.share.layout.per_expert:
+        if self.share.layout.batch_dim is not None:
             experts = [unit.number for unit in units]
             if not set(range(first, first + num_rows)) <= set(experts):
                 return None

@@ -79,10 +79,8 @@ def member_of(info: ParamInfo, share: OwnedParameter) -> Member | None:
         return RegionMember(
             info.param, layout, range(layout.batch) if share.elementwise else numbers, index
         )
-    shape = info.layout.shape
-    if info.layout.per_expert:
-        shape = (len(numbers), *shape[1:])
-    return AssembledMember(info.param, info.layout.of_part(shape), numbers)
+    layout = info.layout.of_part(info.layout.shape_with(len(numbers)))
+    return AssembledMember(info.param, layout, numbers)
 
 
 class OwnerExchange:

@@ -89,10 +89,10 @@ class OwnedParameter:
 
     @property
     def region(self) -> Box:
-        """Box of the units that this rank owns, in the whole parameter. For experts that are not
+        """Box of the units that this rank owns, in the whole parameter. For matrices that are not
         adjacent, its size alone is meaningful."""
         first, num_units = self.owned_units[0].box, len(self.owned_units)
-        return first if num_units == 1 else Box(first.offset, (num_units, *first.size[1:]))
+        return first if num_units == 1 else Box(first.offset, self.layout.shape_with(num_units))
 
     def origin(self, unit: OwnedUnit) -> Box:
         """Return the box in which `unit` has the same index (`Box.within`) as in this rank's tensor
@@ -100,19 +100,23 @@ class OwnedParameter:
         if self.in_place:
             return self.spread.box
         slot = bisect_left(self.owned_units, unit.number, key=lambda owned: owned.number)
-        first, *others = unit.box.offset or (0,)
-        return Box((first - slot, *others), unit.box.size) if slot else unit.box
+        if not slot:
+            return unit.box
+        # entries of the state, which are separate, have the matrices along their dim 0
+        dim = 0 if self.is_separate else self.layout.batch_dim or 0
+        offset = list(unit.box.offset)
+        offset[dim] -= slot * unit.box.size[dim]
+        return Box(tuple(offset), unit.box.size)
 
 
 def matrices_of(layout: Layout, shape: tuple[int, ...] | None = None) -> list[Box]:
     """Return the box of each matrix of a parameter, in order. With `shape`: the boxes in an entry
-    of the state that has this shape."""
+    of the state that has this shape, where they follow each other along dim 0."""
     whole = Box.whole(layout.shape if shape is None else shape)
-    return (
-        [whole.cut(0, layout.batch, number) for number in range(layout.batch)]
-        if layout.per_expert
-        else [whole]
-    )
+    if layout.batch_dim is None:
+        return [whole]
+    dim = layout.batch_dim if shape is None else 0
+    return [whole.cut(dim, layout.batch, number) for number in range(layout.batch)]
 
 
 def rows_of_copies(spread: Spread, *, whole_rows: bool = False) -> list[OwnedUnit]:
