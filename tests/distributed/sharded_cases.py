@@ -58,6 +58,7 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
         {"weight_decay": 0.1, "weight_decay_method": "l2", "slow_momentum_start": 3},
     ),
     "mixed": (SOAP.rule, {}),
+    "heads": (SOAP, {"keep_norm": True}),
     "adamw": (AdamW, {"weight_decay": 0.1}),
     "grafted_shampoo": (GraftedShampoo, {"weight_decay": 0.1}),
     "psgd_kron": (PSGDKron, {"weight_decay_method": "l2"}),
@@ -67,7 +68,8 @@ KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "lion": (Lion, {"weight_decay": 0.1, "weight_decay_method": "l2"}),
 }
 """mixed: SOAP on experts, Muon on matrices and AdamW on the rest, by `rule` of their groups, with
-the controls of `MIXED`; shampoo and lion: rules from outside."""
+the controls of `MIXED`; heads: SOAP on heads of matrices, which shards may cut; shampoo and lion:
+rules from outside."""
 
 MIXED: dict[str, dict[str, Any]] = {
     "soap": {"keep_norm": True},
@@ -95,6 +97,12 @@ SHAPES: tuple[tuple[int, ...], ...] = (
 
 EXPERTS = (3, 5, 11)
 """Numbers of the shapes whose first dim counts experts."""
+
+HEADS: dict[int, dict[str, Any]] = {
+    i: {"matrix_layout": "per_head", name: size}
+    for i, name, size in ((0, "head_rows", 4), (2, "head_rows", 2), (7, "head_columns", 2))
+}
+"""Layout of the matrices that have heads in the kind `heads`, by number."""
 
 
 STEPS = 7
@@ -204,10 +212,13 @@ def rule_for(group: dict[str, Any]) -> str:
 
 def make(kind: str, params: Sequence[Tensor], **options: Any) -> MatrixOptimizer:
     layout = "stacked" if kind == "stacked_soap" else "per_expert"
+    heads = HEADS if kind == "heads" else {}
+    others = (*EXPERTS, *heads, 4)
     groups = [
+        *({"params": [params[i]], **of_heads} for i, of_heads in heads.items()),
         {"params": [p for i, p in enumerate(params) if i in EXPERTS], "matrix_layout": layout},
         {
-            "params": [p for i, p in enumerate(params) if i not in (*EXPERTS, 4) and p.dim() > 1],
+            "params": [p for i, p in enumerate(params) if i not in others and p.dim() > 1],
             "matrix_layout": "tensor",
         },
         {"params": [params[4]], "matrix_layout": "tensor"},

@@ -30,6 +30,7 @@ KINDS: Kinds = (
     ("stacked_soap", torch.float32),
     ("soap_muon", torch.bfloat16),
     ("mixed", torch.float32),
+    ("heads", torch.float32),
     ("shampoo", torch.float32),
     ("psgd_kron", torch.float32),
 )

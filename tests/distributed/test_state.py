@@ -29,7 +29,7 @@ from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.save import save_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.config.optim import optim_config
-from lather.engine.optimizer import build_optimizer
+from lather.engine.optimizer import build_optimizer, head_rows_of
 from lather.engine.step import TrainStep
 from lather.engine.step_reading import StepResult
 from lather.errors import CheckpointError
@@ -56,12 +56,14 @@ MESHES = {
     },
 }
 ALONE = Case(layers=4, schedule="sequential")
-RUNS = ("adamw", "soap")
+RUNS = ("adamw", "soap", "muon")
+"""Rules of the matrices; Muon's are heads."""
 LAYOUTS = ("alone", "dp2", "dp4", "pp2 ep2", "pp2 dp2")
 """Layouts of runs that change in step 5: from each to the next (SOAP: to the one before)."""
-ROUNDING = {"adamw": 1e-12, "soap": 1e-7}
-"""Relative rounding of loss and gradient norm: the model is in fp64, SOAP's state in fp32."""
-STATE_ROUNDING = {"adamw": 1e-10, "soap": 1e-5}
+ROUNDING = {"adamw": 1e-12, "soap": 1e-7, "muon": 1e-7}
+"""Relative rounding of loss and gradient norm: the model is in fp64, the state of SOAP and Muon in
+fp32."""
+STATE_ROUNDING = {"adamw": 1e-10, "soap": 1e-5, "muon": 1e-5}
 FILE = "rank-00000.safetensors"
 
 
@@ -91,7 +93,7 @@ def changes_of_layout(world_size: int) -> list[tuple[str, str, str]]:
     """The changes (optimizer, from, to) whose `to` is a mesh of so many ranks."""
     of_size = {1: {"alone": ALONE}, **MESHES}[world_size]
     around = list(itertools.pairwise([*LAYOUTS, LAYOUTS[0]]))
-    pairs = {"adamw": around, "soap": [(second, first) for first, second in around]}
+    pairs = {"adamw": around, "muon": around, "soap": [(second, first) for first, second in around]}
     return [
         (optimizer, *pair) for optimizer in RUNS for pair in pairs[optimizer] if pair[1] in of_size
     ]
@@ -123,9 +125,11 @@ class Trainee:
             name,
             lr=1e-2,
             rest={"lr_factor": 1.0},
+            per_head=name == "muon",
             **({"precondition_frequency": 2} if "soap" in name else {}),
         )
-        self.optimizer = build_optimizer(config, self.pair.engine.parameters)
+        heads = head_rows_of(self.pair.plain)
+        self.optimizer = build_optimizer(config, self.pair.engine.parameters, heads)
         self.step = TrainStep(self.pair.engine, self.optimizer, max_grad_norm=0.5)
         self.state = TrainingState(
             self.pair.engine.parameters,
@@ -225,7 +229,7 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         found[f"{optimizer} {name}"] = (
             progress,
             [(result.loss, result.grad_norm) for result in results],
-            all_have and (adamw or optimizer == "soap"),
+            all_have and (adamw or optimizer != "adamw"),
             empty,
         )
     for optimizer, first, second in changes_of_mesh(world_size):

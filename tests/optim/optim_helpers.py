@@ -139,17 +139,21 @@ few_kinds = pytest.mark.parametrize("kind", FEW_KINDS)
 
 
 def make(kind: str, params: Iterable[Any], **options: Any) -> MatrixOptimizer:
-    """Make the optimizer `kind`; parameters with fewer than two dims, and with other than two under
-    `per_head`, are in a group with layout "tensor".
+    """Make the optimizer `kind`; parameters that have no matrix in its layout are in a group with
+    layout "tensor".
 
     `adam_warmup_steps` is the warm-up of every rule that has one, and left out of the others, as
     `precondition_frequency` is."""
     cls, preset = {**KINDS, **CODED_KINDS}[kind]
     params = list(params)
-    dims = {2} if "per_head" in preset.values() else {2, 3, 4}
+    fitting = [p.dim() >= 2 for p in params]
+    if "per_head" in preset.values():
+        dim, size = (0, preset["head_rows"]) if "head_rows" in preset else (1, 2)
+        fitting = [p.dim() == 2 and p.shape[dim] % size == 0 for p in params]
+    pairs = list(zip(params, fitting, strict=True))
     groups = [
-        {"params": [p for p in params if p.dim() in dims]},
-        {"params": [p for p in params if p.dim() not in dims], "matrix_layout": "tensor"},
+        {"params": [p for p, fits in pairs if fits]},
+        {"params": [p for p, fits in pairs if not fits], "matrix_layout": "tensor"},
     ]
     rule = cls if issubclass(cls, Rule) else cls.rule
     merged = {"lr": 1e-2, **preset, **options}

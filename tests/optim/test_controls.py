@@ -56,6 +56,10 @@ def matrices_of(kind: str, x: Array) -> Array:
         return x.copy()
     if x.ndim == 3 and "stacked" in kind:
         return stacked(x)[None]
+    if x.ndim == 2 and kind == "soap_per_head":
+        return x.reshape(-1, 2, x.shape[1]).copy()
+    if x.ndim == 2 and kind == "muon_per_head":
+        return x.reshape(len(x), -1, 2).transpose(1, 0, 2).copy()
     return x.reshape(1, len(x), -1).copy()
 
 
@@ -63,6 +67,8 @@ def parameter_of(kind: str, matrices: Array, shape: tuple[int, ...]) -> Array:
     """Undo `matrices_of`."""
     if len(shape) == 3 and "stacked" in kind:
         return unstacked(matrices[0], shape)
+    if len(shape) == 2 and kind == "muon_per_head":
+        return matrices.transpose(1, 0, 2).reshape(shape)
     return matrices.reshape(shape)
 
 
@@ -95,8 +101,8 @@ def expected_after(w: Array, u: Array, start: Array, lr: float, o: Options) -> A
 def follow(a: Run, kind: str, options: Options, exact: float, **without: Any) -> None:
     """Take steps at changing rates and compare each with the formulas. U does not depend on W, so
     it is read off an optimizer without controls, as its movement at rate 1."""
-    b = Run(make(kind, clones(a.params), lr=1.0, weight_decay=0.0, keep_norm=False, **without), [])
-    b.params.extend(p for group in b.groups for p in group["params"])
+    copies = clones(a.params)
+    b = Run(make(kind, copies, lr=1.0, weight_decay=0.0, keep_norm=False, **without), copies)
     start = [matrices_of(kind, p.detach().double().numpy()) for p in a.params]
     turned = 0.0
     for step, lr in enumerate((0.02, 0.3, 0.1, 0.2)):

@@ -24,8 +24,19 @@ FP64: dict[str, Any] = {"dtype": torch.float64, "state_dtype": torch.float64}
 def matrices_of(kind: str, x: Tensor) -> Tensor:
     """View the parameter-shaped x as (B, ...), a batch of the tensors that the rule takes for a
     matrix."""
+    if x.dim() == 2 and kind == "soap_per_head":
+        return x.unflatten(0, (-1, 2))
+    if x.dim() == 2 and kind == "muon_per_head":
+        return x.unflatten(1, (-1, 2)).movedim(1, 0)
     has_experts = x.dim() == 3 and ("per_expert" in kind or kind == "soap_one_sided")
     return x if has_experts else x.unsqueeze(0)
+
+
+def as_parameter(kind: str, batch: Tensor, shape: torch.Size) -> Tensor:
+    """Invert `matrices_of`."""
+    if len(shape) == 2 and kind == "muon_per_head":
+        batch = batch.movedim(0, 1)
+    return batch.reshape(shape)
 
 
 def norms(kind: str, x: Tensor) -> Tensor:
@@ -36,7 +47,8 @@ def norms(kind: str, x: Tensor) -> Tensor:
 
 def expected_after(kind: str, w: Tensor, u: Tensor, r: Tensor, lr: float) -> Tensor:
     v = matrices_of(kind, w) - lr * r * matrices_of(kind, u) / norms(kind, u)
-    return (v * r / torch.linalg.vector_norm(v.flatten(1), dim=1).view(r.shape)).view(w.shape)
+    u = v * r / torch.linalg.vector_norm(v.flatten(1), dim=1).view(r.shape)
+    return as_parameter(kind, u, w.shape)
 
 
 @every_kind

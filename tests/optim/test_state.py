@@ -134,6 +134,7 @@ KEYS = {
     "muon": "momentum_buffer",
     "muon_per_expert": "momentum_buffer momentum_gap row_moment",
     "muon_stacked": "momentum_buffer momentum_gap norm",
+    "muon_per_head": "momentum_buffer row_moment norm",
     "soap_muon": "momentum_buffer exp_avg_sq factor_1 basis_1",
     "soap_muon_per_expert": f"momentum_buffer exp_avg_sq {BOTH_SIDES}",
     "adamw": ADAM,
@@ -160,7 +161,9 @@ def test_init_state_makes_the_keys_that_the_first_step_makes_and_changes_nothing
     assert all(int(a.state(i)["step"]) == 0 for i in range(len(a.params)))
     for i in (0, 2):
         for name in [name for name in a.state(i) if name.startswith(("basis", "root"))]:
-            assert torch.equal(a.state(i)[name], torch.eye(a.params[i].shape[int(name[-1])]))
+            has_heads = kind == "soap_per_head" and name[-1] == "0"
+            eye = torch.eye(2 if has_heads else a.params[i].shape[int(name[-1])])
+            assert torch.equal(a.state(i)[name], eye.expand_as(a.state(i)[name]))
     run_both(a, b, range(3))
     assert_same(a, b)
 

@@ -124,14 +124,22 @@ class TrainingState:
             yield piece
 
     def optimizer_entries(self) -> list[EntryPieces]:
-        """Return the optimizer state by parameter or expert: its formats, and its pieces by
+        """Return the optimizer state by parameter, expert or head: its formats, and its pieces by
         key."""
         assert self.optimizer is not None
-        pieces, of_param = dict[Any, dict[str, Piece]](), dict[Tensor, Formats]()
+        pieces, of_param = dict[Any, list[dict[str, Piece]]](), dict[Tensor, Formats]()
         for param, formats, part in self._optimizer_parts():
             entry, _, key = part.name.rpartition("/")
-            pieces.setdefault((param, entry), {})[key], of_param[param] = part, formats
-        return [(of_param[param], of_entry) for (param, _), of_entry in pieces.items()]
+            of_param[param], several = formats, pieces.setdefault((param, entry), [{}])
+            if all(key in of_entry for of_entry in several):
+                several.append({})
+            # the heads that this rank has are in the same order under every key
+            next(of_entry for of_entry in several if key not in of_entry)[key] = part
+        return [
+            (of_param[param], of_entry)
+            for (param, _), several in pieces.items()
+            for of_entry in several
+        ]
 
     def _optimizer_parts(self) -> Iterator[tuple[Tensor, Formats, Piece]]:
         """Yield the pieces of the optimizer state, named as in a checkpoint, with parameter and

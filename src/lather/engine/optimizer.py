@@ -30,11 +30,16 @@ NO_MATRICES = (*ADAM_NAMES, "conv1d")
 
 def head_rows(config: Config) -> dict[str, int]:
     """Return the rows of a head in each parameter that `optim.per_head` divides into heads, by
-    name: what the model's modules say of their projections, and nothing without that option."""
-    modules = outline(config).named_modules() if config.optim.per_head else ()
+    name; nothing without that option."""
+    return head_rows_of(outline(config)) if config.optim.per_head else {}
+
+
+def head_rows_of(model: nn.Module) -> dict[str, int]:
+    """Return the rows of a head in each parameter of a model whose rows are those of heads, by
+    name: what the modules say of their projections in `head_rows`."""
     return {
         f"{path}.{name}.weight": rows
-        for path, module in modules
+        for path, module in model.named_modules()
         for name, rows in getattr(module, "head_rows", {}).items()
     }
 
@@ -56,6 +61,7 @@ def build_optimizer(
             "length: use Config.resolved(), or give a number of steps"
         )
     assert heads is not None or not config.per_head
+    heads = heads if heads and config.per_head else {}
     if isinstance(parameters, LocalParameters):
         trained = parameters.trained().spread()
     else:
@@ -75,7 +81,7 @@ def build_optimizer(
             rule = replace(rule, state_dtype=torch.float64)
         factor = config.lr_of(kind) / config.peak_lr if config.peak_lr else 1.0
         keys = {"rule": rule, "lr": rule.lr, LR_FACTOR: factor, KIND: kind}
-        for size, params in _by_head_size(named, (heads or {}) if kind == "matrices" else {}):
+        for size, params in _by_head_size(named, heads if kind == "matrices" else {}):
             layout = {"matrix_layout": "per_head", "head_rows": size} if size else {}
             groups.append({"params": params, **keys, **layout})
     # a rank whose layers are all frozen still takes part in steps

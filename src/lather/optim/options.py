@@ -107,7 +107,7 @@ Scale = Annotated[
         lambda s: s in ("match_rms_adamw", "spectral") or (is_number(s) and s > 0),
     ),
 ]
-Size = Annotated[
+Extent = Annotated[
     int | None, Range("an integer >= 1 or None", lambda size: size is None or is_count(size, 1))
 ]
 Precision = Literal["auto", "highest", "high", "medium"]
@@ -217,7 +217,7 @@ def _check_heads(rule: Any) -> None:
     if given and not is_per_head:
         raise ValueError(
             f"{given} with matrix_layout={rule.matrix_layout!r} is not valid: give "
-            "matrix_layout='per_head', or leave it out"
+            "matrix_layout='per_head', or no size of heads"
         )
     if is_per_head and sum(size is not None for size in sizes.values()) != 1:
         raise ValueError(

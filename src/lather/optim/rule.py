@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lather.optim.controls import Controls, check_controls
 from lather.optim.linalg.scale import norms
-from lather.optim.options import Count, Interval, Precision, Rate, Size, StateDtype, Steps, check
+from lather.optim.options import Count, Extent, Interval, Precision, Rate, StateDtype, Steps, check
 from lather.optim.plain import as_count, is_count
 
 R = TypeVar("R", bound="Rule")
@@ -129,9 +129,9 @@ class Rule(Controls):
     independent matrices along the leading dim; stacked: a stack (b, m, n) is one matrix, (m, b*n)
     if n <= m, otherwise (b*m, n). Of 2 dims, per_head: the heads of a matrix of attention are
     matrices of their own."""
-    head_rows: Size = None
+    head_rows: Extent = None
     """With `per_head`: rows of a head; heads follow each other along the rows of a parameter."""
-    head_columns: Size = None
+    head_columns: Extent = None
     """With `per_head`, in place of `head_rows`: columns of a head, for weights (in, out)."""
     maximize: bool = False
     """Maximize the objective instead of minimizing it."""
@@ -146,13 +146,13 @@ class Rule(Controls):
     vectors, and entries with fewer than 4,096 elements, stay fp32. {"moments": dtype, "bases":
     dtype, "factors": dtype} sets some of the parts. As text: "float64" or
     "moments=int8,factors=int16"."""
-    max_state_bytes: Size = None
+    max_state_bytes: Extent = None
     """Largest state of a parameter in bytes; a parameter that needs more is refused. None: no
     limit."""
     batched: bool = True
     """Update matrices of equal shape as one batch. Off: one at a time, with the same result up to
     rounding."""
-    bucket_bytes: Size = None
+    bucket_bytes: Extent = None
     """Limit on the temporary memory of a step in bytes; one matrix is updated even if it needs
     more. None: 256 MiB on a CPU, 4 GiB on a GPU."""
     num_streams: Count = 1

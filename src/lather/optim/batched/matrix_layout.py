@@ -106,7 +106,7 @@ class Layout:
         elementwise rule."""
         return box
 
-    @property
+    @cached_property
     def has_experts(self) -> bool:
         """Whether the tensors are experts with bases of their own; experts without gradient keep
         their statistics."""
