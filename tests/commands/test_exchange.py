@@ -16,7 +16,8 @@ from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.state import TrainingState
 from lather.cli import main
 from lather.commands.parsing import parse_size
-from lather.config.optim import DEFAULT_RULE, optim_config
+from lather.config.optim import optim_config
+from lather.config.rule_names import DEFAULT_RULE
 from lather.config.toml_file import load_config
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT

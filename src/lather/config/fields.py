@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from lather.argument import Argument
-from lather.config.optim import OptimConfig, chosen_rules, optim_class
+from lather.config.optim import OptimConfig, optim_class
 from lather.config.rule_fields import UNIONS, cached_by_class, search_current_folder
+from lather.config.rule_names import chosen_rules
 from lather.errors import ConfigError, as_toml, require
 from lather.models.families import DEFAULT_FAMILY, FAMILIES, ModelConfig, find_family
 from lather.models.family import Family

@@ -47,34 +47,18 @@ from lather.config.rule_fields import (
     rule_named,
     shown,
 )
+from lather.config.rule_names import (
+    DEFAULT_RULE,
+    RuleNames,
+    chosen_rules,
+    default_factor,
+)
 from lather.errors import ConfigError, require
 from lather.optim import Rule
 from lather.optim.controls import merged
 from lather.optim.options import Positive, name_of, options_of
 from lather.optim.plain import is_count
 from lather.optim.rules import RULES
-
-RuleNames = tuple[tuple[str, str], ...]
-"""Names of rules by kind, which can be hashed."""
-
-DEFAULT_RULE = "muon"
-"""Rule of matrices and experts: of the rules that cost little time and state, it gains most
-(docs/results.md)."""
-REST_RULE = "adamw"
-REST_FACTORS = {
-    ("adamw", "adamw"): 16.0,
-    ("muon", "adamw"): 2.0,
-    ("soap_muon", "adamw"): 2.0,
-    ("soap", "adamw"): 8.0,
-    ("shampoo", "adamw"): 8.0,
-    ("psgd_kron", "adamw"): 16.0,
-    ("adamuon", "adamw"): 1.6,
-    ("scion", "adamw"): 1.6,
-    ("muon", "embedding_soap"): 1.6,
-    ("soap_muon", "embedding_soap"): 1.6,
-}
-"""Ratio of the learning rate of the rest to that of the matrices, by (rule of matrices, rule of the
-rest); 1 for all other pairs. From docs/results.md."""
 
 
 @dataclass(frozen=True)
@@ -288,11 +272,6 @@ def _make_rule(rule: type[Rule], options: dict[str, Any], prefix: str) -> Rule:
         raise ConfigError(in_toml(str(error), prefix)) from None
 
 
-def default_factor(kind: str, rules: Mapping[str, type[Rule]]) -> float:
-    """Return the `lr_factor` of a kind that does not set it."""
-    return REST_FACTORS.get((rules[""].name, rules[kind].name), 1.0) if kind == "rest" else 1.0
-
-
 def optim_config(name: str = DEFAULT_RULE, **values: Any) -> OptimConfig:
     """Build `[optim]` in Python from options of the rule and mappings for sections. Raises
     ConfigError for a bad value, TypeError for an unknown option."""
@@ -302,21 +281,6 @@ def optim_config(name: str = DEFAULT_RULE, **values: Any) -> OptimConfig:
         if isinstance(values.get(kind), Mapping):
             values[kind] = cls.__annotations__[kind](**values[kind])
     return cls(**values)
-
-
-def chosen_rules(mapping: Mapping[str, Any]) -> RuleNames:
-    """Return the names of the rules in an `[optim]`, for `optim_class`: its rule under "", and that
-    of each kind. The name of a router's rule is empty if the rule is that of the rest."""
-    name = mapping.get("name", DEFAULT_RULE)
-    names = {"": name, "experts": name, "matrices": name, "rest": REST_RULE, "router": ""}
-    for kind in KINDS:
-        section = mapping.get(kind)
-        rule = section.get("rule", "") if isinstance(section, Mapping) else ""
-        names[kind] = rule or names[kind]
-    for kind, name in names.items():
-        field_name = f"optim.{kind}.rule" if kind else "optim.name"
-        require(isinstance(name, str), field_name, name, "a string")
-    return tuple(names.items())
 
 
 @functools.cache
