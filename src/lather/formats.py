@@ -47,8 +47,8 @@ class Format:
         )
 
 
-RUN = Format("run", RunError, 2, {1: "997cd98"})
-"""Runs of format 1 have no number."""
+RUN = Format("run", RunError, 3, {1: "997cd98", 2: "e76cf6d"})
+"""Runs of format 1 have no number; in those of format 2 the rest inherits `optim.keep_norm`."""
 CHECKPOINT = Format("checkpoint", CheckpointError, 3, {1: "33c12d5", 2: "d5aa885"})
 DATA_SET = Format("data set", DataError, 3, {1: "997cd98", 2: "997cd98"})
 SWEEP = Format("sweep", RunError, 1, {})

@@ -9,7 +9,7 @@ import torch
 from optim_helpers import Run, clones, copy_gradients, give_gradients, run_of, through_a_file
 from torch import Tensor
 
-from lather.optim import SOAP, AdamW, Muon, SOAPMuon
+from lather.optim import SOAP, AdaMuon, AdamW, Muon, Scion, SOAPMuon
 
 SHAPES = [(16, 12), (12, 16), (16, 16)]
 
@@ -217,6 +217,17 @@ def test_an_empty_state_of_another_optimizer_brings_its_options() -> None:
     with pytest.warns(UserWarning, match="betas, eps"):
         b.optimizer.load_state_dict(theirs)
     assert b.groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("cls", [AdaMuon, Scion])
+def test_a_rule_with_other_steps_does_not_go_on_with_muons_state(cls: type[Muon]) -> None:
+    (p,) = run_of(AdamW, [(4, 4)]).params
+    ours, theirs = cls([p]), run_of(torch.optim.Muon, [(4, 4)])
+    theirs.steps(range(1))
+    before = ours.state_dict()
+    with pytest.raises(ValueError, match="is of another optimizer"):
+        ours.load_state_dict(theirs.optimizer.state_dict())
+    assert ours.state_dict() == before
 
 
 def test_a_loaded_group_keeps_the_keys_that_other_optimizers_do_not_save() -> None:

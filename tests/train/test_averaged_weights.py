@@ -269,6 +269,9 @@ def test_initial_weights_that_are_not_there_are_refused(
     new = {"init_weights": "average", "run_dir": "second"}
     with pytest.raises(CheckpointError, match="first/checkpoints/step-00000006: has no averaged"):
         run(averaging(**new, init_from=config.run_dir))
+    assert not Path("second").exists()
+    with pytest.raises(ConfigError, match="must be raw without init_from"):
+        averaging(**new)
     with pytest.raises(ConfigError, match="init_weights = 'average' applies to runs"):
         run(averaging(**new, init_from=str(tmp_path / "published")))
 

@@ -151,6 +151,20 @@ def test_a_start_that_is_a_fraction_moves_with_the_steps_until_it_is_passed(
     assert values["optim.slow_momentum_start"] == start
 
 
+@pytest.mark.parametrize(("fraction", "warmup"), [(0.5, 2), (0.9, 0.9)])
+def test_a_warm_up_that_is_over_stays_over_in_a_longer_run(
+    make_config: MakeConfig, fraction: float, warmup: float
+) -> None:
+    """Half of four steps is over after three; 0.9 of them is not, and moves with the steps."""
+    optim = {"warmup_steps": fraction, "rest": {"warmup_steps": 0.25}}
+    run(make_config(optim=optim, train={"steps": 4}), stop_after=3)
+    after = make_config(optim=optim, train={"steps": 8})
+    run(after)
+    values = History.read(Path(after.run_dir), {}).values
+    assert values["optim.warmup_steps"] == warmup
+    assert values["optim.rest.warmup_steps"] == 1
+
+
 def test_nothing_that_changes_nothing_is_recorded(make_config: MakeConfig) -> None:
     run(make_config(train={"steps": 2}))
     run(make_config(train={"steps": 2}, log={"every": 5}))

@@ -320,6 +320,13 @@ class Config:
 
     def __post_init__(self) -> None:
         check_ranges(self, "")
+        constraint = "raw without init_from"
+        require(
+            self.init_weights == "raw" or bool(self.init_from),
+            "init_weights",
+            self.init_weights,
+            constraint,
+        )
         vocab_size, longest = self.model.vocab_size, self.model.max_position_embeddings
         constraint = "at least 257 for byte-level BPE"
         require(vocab_size >= 257, "model.vocab_size", vocab_size, constraint)

@@ -1,9 +1,9 @@
 """The number of sequences of each step of a run, which may grow in its first steps ("batch-size
 warm-up").
 
-While it grows the batch is 1, 2, 3, ... times the first one, each for equally many steps, so that
-every batch can be divided among ranks and micro-batches as the first one is. The sizes depend on
-the step alone: a resumed run needs no further state.
+While it grows the batch is 1, 2, 3, ... times the first one, so that every batch can be divided
+among ranks and micro-batches as the first one is; each size lasts for equally many steps, or one
+more or less. The sizes depend on the step alone: a resumed run needs no further state.
 """
 
 from __future__ import annotations

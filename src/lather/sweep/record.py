@@ -62,8 +62,11 @@ class SweepFolder:
             listed = json.loads(read_text(file))
             SWEEP.check(listed["format"], file)
             theirs = list(listed["names"])
-            each = [(dict(values), int(seed)) for values, seed in listed["runs"]]
-        except (json.JSONDecodeError, UnicodeError, KeyError, TypeError):
+            each = [
+                ({name: values[name] for name in theirs}, int(seed))
+                for values, seed in listed["runs"]
+            ]
+        except (ValueError, KeyError, TypeError):  # also if it is no JSON, or not UTF-8
             raise RunError(f"{file}: damaged: restore it, or give another --out") from None
         if set(theirs) != set(names):
             raise RunError(

@@ -40,9 +40,9 @@ class RunResult:
 def result_of(run_dir: Path, config: Config) -> RunResult | None:
     """Return the result of the run in this folder; None if it has not come to its end."""
     rows = read_rows(run_dir / "metrics.jsonl")
-    steps = [row for row in rows if "loss" in row]
+    steps = [row for row in rows if "loss" in row and row["tokens"]]  # others count for nothing
     most = config.train.max_skipped_steps
-    if len(steps) >= most and all(row.get("skipped") and row["tokens"] for row in steps[-most:]):
+    if len(steps) >= most and all(row.get("skipped") for row in steps[-most:]):
         return RunResult(math.inf, f"{most} steps up to step {steps[-1]['step']} were not finite")
     saved = [step_of(checkpoint) for checkpoint in list_checkpoints(run_dir / "checkpoints")]
     last = [row for row in rows if "validation_loss" in row][-1:]

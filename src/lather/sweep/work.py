@@ -65,7 +65,7 @@ class SweepWork:
 
     def work(self) -> bool:
         """Make the runs, and show the results; return whether none was interrupted."""
-        if self.wanted():
+        if any(run.key not in self.results for run in self.runs):
             self.folder.best.unlink(missing_ok=True)  # it may not be the best of all runs
         finished = True
         try:
@@ -187,7 +187,8 @@ class SweepWork:
 
             draw(drawn, self.folder.path / "sweep.png")
             self._say(f"picture  {self.folder.path / 'sweep.png'}")
-        if finished and not self.failures and (best := best_of(rows)):
+        are_complete = all(row.is_complete for row in rows)
+        if finished and are_complete and (best := best_of(rows)):
             self._write_best(best)
             self._say(f"best     lather train {self.folder.best}")
 

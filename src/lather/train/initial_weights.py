@@ -53,6 +53,8 @@ def find_weights(config: Config) -> Path:
                 "or a folder with config.json and safetensors"
             )
         weights = checkpoints[-1] if source == Path(name) else find_checkpoint(name)[1]
+        if config.init_weights == "average":
+            open_checkpoint(weights).weights(averaged=True)  # raises if there is none
     check_same_model(name, model_of(name, **config.reading), config.model)
     has_tokenizer = config.data.tokenizer or config.data.path or (source / TOKENIZER_FILE).exists()
     if not has_tokenizer:

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lather.checkpoint.folder import (
     BEST,
@@ -27,6 +28,7 @@ from lather.checkpoint.folder import (
 from lather.config.changes import CHANGES, Change, History, class_of, differences, values_of
 from lather.config.config import Config
 from lather.config.fields import merged
+from lather.config.kind_config import KINDS
 from lather.config.optim import OptimConfig
 from lather.config.run_folder import PROVENANCE, run_folder
 from lather.config.toml_file import config_from_mapping, config_to_toml, load_run
@@ -125,7 +127,10 @@ def _resumed(path: Path, config: Config, step: int, subject: str, remedy: str) -
         raise RunError(f"{subject}: {error}; {remedy}") from None
     if config.optim.lr is None:
         config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
-    config = replace(config, optim=_with_passed_starts(config.optim, before.optim, step))
+    optim = _with_passed_starts(config.optim, before.optim, step)
+    if config.train.steps != before.train.steps:
+        optim = _with_passed_warmups(optim, before, step)
+    config = replace(config, optim=optim)
     config = replace(config, data=pinned_data(config.data, before.data)).resolved()
     changes = differences(values_of(before), values_of(config))
     fixed = [key for key in changes if class_of(key, type(config.model)) == "fixed"]
@@ -156,6 +161,18 @@ def _with_passed_starts(config: OptimConfig, before: OptimConfig, step: int) -> 
         return start if start <= step else 0
 
     return config.with_starts(lambda kind, name, fraction: passed(kind, name) or fraction)
+
+
+def _with_passed_warmups(optim: OptimConfig, before: Config, step: int) -> OptimConfig:
+    """Return `[optim]` with a number of steps in place of each fraction whose warm-up is over, so
+    that a longer run does not warm up again."""
+
+    def passed(kind: str, section: Any) -> Any:
+        number = before.optim.schedule_of(kind).num_warmup_steps(before.train.steps)
+        is_over = isinstance(section.warmup_steps, float) and number <= step
+        return replace(section, warmup_steps=number) if is_over else section
+
+    return replace(passed("", optim), **{kind: passed(kind, optim.section(kind)) for kind in KINDS})
 
 
 def _refuse_fixed(fixed: list[str], changes: dict[str, Change], subject: str, remedy: str) -> None:

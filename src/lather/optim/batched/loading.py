@@ -35,6 +35,8 @@ MOMENTUM = "momentum_buffer"
 
 TORCH_MUON = {"ns_coefficients", "ns_steps", "adjust_lr_fn"}
 """Options by which groups of torch.optim.Muon are known."""
+OTHER_STEPS = ("adamuon", "scion")
+"""Rules with Muon's options that do not take its step."""
 JORDANS_MUON = {"params", "param_names", "lr", "initial_lr", "momentum", "weight_decay", "use_muon"}
 """All keys that a group of Jordan's Muon may have (MuonWithAuxAdam)."""
 
@@ -119,6 +121,7 @@ def _muon_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any] 
     of torch.optim.Muon or of Jordan's Muon; None if the group is of neither, or the rule is
     another. Raises ValueError if there are no options for the same step."""
     is_muon = options_of(rule).keys() >= {"momentum", "coefficients", "scale"}
+    is_muon = is_muon and name_of(rule) not in OTHER_STEPS
     if not is_muon or not _is_foreign(group):
         return None
     same = {key: group[key] for key in ("lr", "weight_decay", "momentum") if key in group}

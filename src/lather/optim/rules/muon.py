@@ -26,12 +26,12 @@ from lather.optim.linalg.newton_schulz import (
 from lather.optim.options import (
     Count,
     Decay,
+    Fraction,
     NonNegative,
     Range,
     Rate,
     Scale,
     Steps,
-    is_number,
 )
 from lather.optim.rule import Entry, Matrix, Rule, State
 from lather.optim.rules.adamw import AdamWRule
@@ -64,9 +64,7 @@ class MuonRule(Rule):
     slow_momentum: Decay = 0.98
     """Decay rate of the slow average after step `slow_momentum_start`. The mean age of the
     mixture, 30 steps by default, belongs to the length of the run: published for 3,250 steps."""
-    slow_share: Annotated[
-        float, Range("a number in [0, 1]", lambda share: is_number(share) and share <= 1)
-    ] = 0.5615
+    slow_share: Fraction = 0.5615
     """Share of the slow average in the mixture."""
     steps: Count = 5
     """Steps of the Newton-Schulz iteration. In no measured run did 3 steps raise the loss."""
@@ -121,7 +119,7 @@ class MuonRule(Rule):
         return g.lerp(b, self.momentum) if self.nesterov else b
 
     def _mixture(self, g: Tensor, s: State) -> Tensor:
-        """Update B = f B + (1 - f) G and D = S - B, with S = s S + (1 - s) G, in place. Return B +
+        """Update B = f B + (1 - f) G and D = S - B, with S = c S + (1 - c) G, in place. Return B +
         share D, or what this would be after one more step with the same gradient."""
         b, d, share = s["momentum_buffer"], s[GAP], self.slow_share
         apart = self.slow_momentum - self.fast_momentum

@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from lather.optim.linalg.kronecker import gram, precondition, unfold
-from lather.optim.linalg.scale import norms
-from lather.optim.options import Decay, NonNegative, Positive, Rate
+from lather.optim.linalg.scale import norms, norms_of_any_scale
+from lather.optim.options import Decay, NonNegative, Range, Rate, is_number
 from lather.optim.rule import Entry, Matrix, Rule, State, column, rms
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.bases import SidedRule, clip_rms
@@ -48,8 +48,10 @@ class PSGDKronRule(SidedRule):
     weight_decay: NonNegative = 0.01
     """Weight decay, wd in `weight_decay_method`."""
     _: KW_ONLY
-    fit_lr: Positive = 0.1
-    """Learning rate of the factors."""
+    fit_lr: Annotated[
+        float, Range("a number in (0, 1]", lambda rate: is_number(rate) and 0 < rate <= 1)
+    ] = 0.1
+    """Learning rate of the factors. With 6, weights became NaN."""
     damping: NonNegative = 1e-2
     """Standard deviation of the noise for which the factors are fitted, relative to the root mean
     square of the momentum."""
@@ -84,7 +86,7 @@ class PSGDKronRule(SidedRule):
         """Fit the factors of these rows of the state to their momentum m, in place. A matrix that
         never had a gradient has no factors yet; they begin with P M of mean square 1."""
         factors, curvatures = s.by_dim("factor"), s.by_dim("curvature")
-        size = rms(m)
+        size = norms_of_any_scale(m) / math.sqrt(m[0].numel() if len(m) else 1)
         has_any, size = size > 0, size.clamp_min(torch.finfo(size.dtype).tiny)
         root = (size.log() / (2 * len(factors))).exp()  # of M / rms(M), the factors are Q root
         qs = dict[int, Tensor]()

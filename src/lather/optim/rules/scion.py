@@ -42,7 +42,8 @@ class ScionRule(MuonRule):
     ] = "spectral"
     """Norm of a matrix (m, n) in which every update has the same size. spectral: orthogonalized,
     times sqrt(max(1, m / n)); sign: the signs divided by n, without Newton-Schulz, for embeddings
-    and heads; match_rms_adamw or a number: as under Muon."""
+    and heads; match_rms_adamw or a number: as under Muon. Vectors take AdamW's step at the same
+    rate in any case: leave them out of a group with sign."""
 
     name: ClassVar[str] = "scion"
 

@@ -9,7 +9,7 @@ from eigenvectors. Damping is relative to the largest eigenvalue.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.linalg.eigenbasis import get_eigenbasis_eigh, is_zero, rayleigh_quotients
 from lather.optim.linalg.kronecker import precondition, update_kronecker_factors
 from lather.optim.linalg.scale import factors_between, norms
-from lather.optim.options import Betas, Interval, NonNegative, Positive, Range, Rate, is_number
+from lather.optim.options import Betas, Interval, NonNegative, Positive, Rate, Size
 from lather.optim.rule import Entry, Matrix, RefreshingRule, Rule, State, column
 from lather.optim.rules.adamw import AdamWRule, adam_moments
 from lather.optim.rules.bases import SidedRule
@@ -41,10 +41,7 @@ class ShampooRule(SidedRule, RefreshingRule):
     precondition_frequency: Interval = 10
     """Steps between computations of the roots. In Python it may also be a function of the step
     (`lather.optim.schedules`)."""
-    exponent: Annotated[
-        float | None,
-        Range("a number > 0 or None", lambda p: p is None or (is_number(p) and p > 0)),
-    ] = None
+    exponent: Size = None
     """Power p of the roots K^-p. None: 1 / (2 k) for a matrix with k factors, as published."""
     damping: Positive = 1e-4
     """Number added to the eigenvalues of a factor, relative to the largest."""
