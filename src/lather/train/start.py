@@ -129,7 +129,7 @@ def _resumed(path: Path, config: Config, step: int, subject: str, remedy: str) -
         config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
     optim = _with_passed_starts(config.optim, before.optim, step)
     if config.train.steps != before.train.steps:
-        optim = _with_passed_warmups(optim, before, step)
+        optim = _with_passed_warmups(optim, before, history, step)
     config = replace(config, optim=optim)
     config = replace(config, data=pinned_data(config.data, before.data)).resolved()
     changes = differences(values_of(before), values_of(config))
@@ -163,14 +163,18 @@ def _with_passed_starts(config: OptimConfig, before: OptimConfig, step: int) -> 
     return config.with_starts(lambda kind, name, fraction: passed(kind, name) or fraction)
 
 
-def _with_passed_warmups(optim: OptimConfig, before: Config, step: int) -> OptimConfig:
-    """Return `[optim]` with a number of steps in place of each fraction whose warm-up is over, so
-    that a longer run does not warm up again."""
+def _with_passed_warmups(
+    optim: OptimConfig, before: Config, history: History, step: int
+) -> OptimConfig:
+    """Return `[optim]` with a number of steps in place of each fraction of the run that it had at
+    its start, too, and whose warm-up is over, so that a longer run does not warm up again."""
+    first = history.values_at(0)
 
     def passed(kind: str, section: Any) -> Any:
+        fraction, key = section.warmup_steps, f"optim.{kind and f'{kind}.'}warmup_steps"
         number = before.optim.schedule_of(kind).num_warmup_steps(before.train.steps)
-        is_over = isinstance(section.warmup_steps, float) and number <= step
-        return replace(section, warmup_steps=number) if is_over else section
+        is_old = isinstance(fraction, float) and first.get(key) == fraction
+        return replace(section, warmup_steps=number) if is_old and number <= step else section
 
     return replace(passed("", optim), **{kind: passed(kind, optim.section(kind)) for kind in KINDS})
 
