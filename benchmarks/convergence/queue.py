@@ -117,6 +117,8 @@ class Queue:
 
 def _child(trial: Trial, folder: Path, parent: int) -> None:
     """Perform a run on one core, in the child; it leaves `row.json` or `error.txt`."""
+    if (folder / "row.json").exists():  # it ended while the queue was being stopped
+        os._exit(0)
     # Ctrl-C reaches the parent, which tells the children
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stopped = False

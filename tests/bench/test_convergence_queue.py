@@ -122,6 +122,18 @@ def test_a_finished_study_runs_nothing(finished: tuple[Path, Path, str]) -> None
     assert (out / "rows.jsonl").read_bytes() == before
 
 
+def test_a_run_that_ended_while_the_queue_was_stopped_is_not_made_again(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    study, out, _ = finished
+    for key, row in read_rows(out / "rows.jsonl").items():
+        place = tmp_path / "runs" / key
+        place.mkdir(parents=True)
+        (place / "row.json").write_text(json.dumps({**row, "final": 1.5}))
+    assert lather("run", study, "--out", tmp_path).returncode == 0
+    assert {row["final"] for row in read_rows(tmp_path / "rows.jsonl").values()} == {1.5}
+
+
 def test_killed_at_any_moment_it_goes_on_to_the_same_rows(
     finished: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
