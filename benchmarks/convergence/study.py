@@ -10,6 +10,8 @@ which seeds) and says which runs are left to make.
     [contestants.NAME]
     optim = { name = "muon", momentum = 0.9 }         # [optim] without rates
     train = { weight_dtype = "bfloat16" }             # may be left out: keys of [train]
+    weights = "average"                               # may be left out: the losses are those of the
+                                                      run's averaged weights
     rates = { small = [1e-2, 2e-2], large = [...] }   # of matrices, of the rest, in the settings in
                                                       which it takes part
 
@@ -79,6 +81,15 @@ class StudyContestant:
     """Rates (of matrices, of the rest) by setting, for the settings that it takes part in."""
     train: dict[str, Any]
     """Further keys of [train]."""
+    weights: str
+    """Weights whose losses are compared: "raw", or "average" (`train.average_timescale`)."""
+
+    def judged(self, row: Row) -> Row:
+        """Return the row of a run with the losses that count for this contestant."""
+        if self.weights == "raw" or row["final"] is None:
+            return row
+        final = row["average_validation"][-1][1]
+        return {**row, "validation": row["average_validation"], "final": final}
 
 
 @dataclass(frozen=True)
@@ -131,8 +142,8 @@ class Study:
             for setting, contestant in self.pairs()
             for trial in self._wanted_of(contestant, setting, rows)
         ]
-        unique = {trial.key: trial for trial in runs if trial.key not in rows}
-        return list(unique.values())
+        unique = {trial.key: trial for trial in reversed(runs) if trial.key not in rows}
+        return list(reversed(unique.values()))
 
     def compared(self, rows: Mapping[str, Row]) -> list[Row]:
         """Return the rows of the compared runs whose rates are known by now."""
@@ -142,7 +153,8 @@ class Study:
             if rates is not None:
                 keys = [self.trial(contestant, setting, seed, rates).key for seed in self.seeds]
                 compared += [
-                    {**rows[key], "setting": setting, "contestant": contestant.name}
+                    contestant.judged({**rows[key], "setting": setting})
+                    | {"contestant": contestant.name}
                     for key in keys
                     if key in rows
                 ]
@@ -179,7 +191,7 @@ class Study:
                 trial for point in sorted(around) if (trial := trial_at(point)).key not in rows
             ]
             losses |= {
-                point: final_loss(rows[trial.key])
+                point: final_loss(contestant.judged(rows[trial.key]))
                 for point in around
                 if (trial := trial_at(point)).key in rows
             }
@@ -214,7 +226,10 @@ def load_study(path: Path) -> Study:
         study = _study(tomllib.loads(read_text(path)))
         for setting, contestant in study.pairs():
             place = f"contestant {contestant.name!r} in setting {setting!r}: "
-            study.trial(contestant, setting, 0, contestant.rates[setting]).config(Path("unused"))
+            trial = study.trial(contestant, setting, 0, contestant.rates[setting])
+            averaged = trial.config(Path("unused")).train.average_timescale > 0
+            judged = "raw for runs without train.average_timescale"
+            require(contestant.weights == "raw" or averaged, "weights", contestant.weights, judged)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}): give a study file such as "
@@ -234,7 +249,7 @@ def _study(mapping: dict[str, Any]) -> Study:
     contestants = []
     for name, values in mapping["contestants"].items():
         prefix = f"contestants.{name}."
-        _check_keys(values, prefix, ("optim", "rates"), ("train",))
+        _check_keys(values, prefix, ("optim", "rates"), ("train", "weights"))
         for setting in values["rates"]:
             allowed = f"for the settings {', '.join(settings)}"
             require(setting in settings, f"{prefix}rates", setting, allowed)
@@ -242,8 +257,11 @@ def _study(mapping: dict[str, Any]) -> Study:
             setting: _rates(pair, f"{prefix}rates.{setting}")
             for setting, pair in values["rates"].items()
         }
-        train = values.get("train", {})
-        contestants.append(StudyContestant(name, values["optim"], rates, train))
+        weights = values.get("weights", "raw")
+        require(weights in ("raw", "average"), f"{prefix}weights", weights, "raw or average")
+        contestants.append(
+            StudyContestant(name, values["optim"], rates, values.get("train", {}), weights)
+        )
     tuning, seeds = None, mapping.get("seeds", [])
     if "tuning" in mapping:
         _check_keys(mapping["tuning"], "tuning.", ("seed", "factor"))

@@ -82,7 +82,7 @@ def rates_table(study: Study, rows: Mapping[str, Row]) -> str:
     for setting, contestant in study.pairs():
         best, missing = study.search(contestant, setting, rows)
         row = rows.get(study.trial(contestant, setting, study.tuning.seed, best).key)
-        loss = "" if row is None else f"{final_loss(row):.4f}"
+        loss = "" if row is None else f"{final_loss(contestant.judged(row)):.4f}"
         still = " (search goes on)" if missing else ""
         lines.append(
             _line(

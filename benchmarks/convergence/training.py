@@ -7,7 +7,7 @@ A run that was killed goes on from its last checkpoint when it is started again.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,8 @@ def row_of(trial: Trial, folder: Path, *, diverged: bool) -> Row:
     """Make the row of a finished run."""
     rows = read_rows(folder / "metrics.jsonl")
     steps: list[dict[str, Any]] = list(training_rows(rows))
-    validation = [
-        [row["step"], round(row["validation_loss"], 5)] for row in rows if "validation_loss" in row
-    ]
+    validation = _curve(rows, "validation_loss")
+    average = _curve(rows, "average_validation_loss")
     config = trial.config(folder)
     return {
         "benchmark": "convergence",
@@ -63,10 +62,16 @@ def row_of(trial: Trial, folder: Path, *, diverged: bool) -> Row:
         "tokens_per_step": config.train.batch_size * config.train.sequence_length,
         "final": None if diverged else validation[-1][1],
         "validation": validation,
+        **({"average_validation": average} if average else {}),
         "training": _binned(steps),
         "seconds": sum(row["step_seconds"] for row in steps),
         "optimizer_seconds": sum(row["optimizer_seconds"] for row in steps),
     }
+
+
+def _curve(rows: Sequence[dict[str, Any]], name: str) -> list[list[float]]:
+    """Return the steps at which a loss was measured, each with the loss."""
+    return [[row["step"], round(row[name], 5)] for row in rows if name in row]
 
 
 def _binned(rows: list[dict[str, Any]]) -> list[list[float]]:

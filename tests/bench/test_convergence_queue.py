@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -24,6 +25,13 @@ seeds = [1, 2]
 
 [contestants.muon]
 optim = {{ name = "muon" }}
+train = {{ average_timescale = 0.3 }}
+rates = {{ small = [1e-2, 2e-2] }}
+
+[contestants.muon-averaged]
+optim = {{ name = "muon" }}
+train = {{ average_timescale = 0.3 }}
+weights = "average"
 rates = {{ small = [1e-2, 2e-2] }}
 
 [contestants.lion]
@@ -109,6 +117,8 @@ def test_rows_curves_and_tables(finished: tuple[Path, Path, str]) -> None:
         assert 0 < row["optimizer_seconds"] < row["seconds"]
         assert row.keys() >= {"commit", "dirty", "hardware", "versions", "study", "optim", "rates"}
     assert "| `muon` | 0.01 / 0.02 |" in printed
+    averages = [row["average_validation"][-1][1] for row in rows if row["contestant"] == "muon"]
+    assert f"| `muon-averaged` | 0.01 / 0.02 | {statistics.mean(averages):.3f} " in printed
     assert (out / "curves.png").stat().st_size > 10_000
     assert not list((out / "runs").iterdir())
     again = lather("report", study, "--out", out)
@@ -198,7 +208,7 @@ def test_costs(finished: tuple[Path, Path, str]) -> None:
         row["contestant"]: row
         for row in map(json.loads, (out / "costs.jsonl").read_text().splitlines())
     }
-    assert rows.keys() == {"muon", "lion"}
+    assert rows.keys() == {"muon", "muon-averaged", "lion"}
     for row in rows.values():
         assert (
             0

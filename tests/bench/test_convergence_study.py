@@ -161,6 +161,12 @@ def test_a_rule_that_always_diverges_ends_the_search(tmp_path: Path) -> None:
         ),
         ("momentum = 0.9", "momentun = 0.9", "did you mean 'optim.momentum'"),
         ("optim = {{ name", "optin = {{ name", "contestants.muon.optim"),
+        ("rates = {{ small = [3", 'weights = "mean"\nrates = {{ small = [3', "raw or average"),
+        (
+            "rates = {{ small = [3e-3",
+            'weights = "average"\nrates = {{ small = [3e-3',
+            "raw for runs without train.average_timescale",
+        ),
         ("hidden_size = 16", "hidden_sise = 16", "did you mean 'model.hidden_size'"),
     ],
 )
