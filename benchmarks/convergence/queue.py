@@ -26,7 +26,8 @@ from benchmarks.convergence.study import Row, Study, Trial, rows_by_key
 from benchmarks.convergence.training import forget, perform
 from lather.data.opening import open_datasets
 from lather.errors import UserError
-from lather.sweep.queue import ProcessQueue, locked
+from lather.files import lock_folder
+from lather.sweep.queue import ProcessQueue
 
 FORK = multiprocessing.get_context("fork")
 """Starts children that have torch imported already, so that they start in milliseconds."""
@@ -51,7 +52,7 @@ class Queue:
         """Make runs until none is wanted, or for about `seconds`; returns whether the study is
         done."""
         # children hold the lock, too: after a kill it is free when the last of them has saved
-        with locked(self.folder, LOCK_TRIES):
+        with lock_folder(self.folder, str(self.folder), "--out", LOCK_TRIES):
             self.rows = read_rows(self.folder / "rows.jsonl")
             self._prepare_data()
             return ProcessQueue(self.workers, self._wanted, self._start, self._ended).work(seconds)

@@ -1,5 +1,5 @@
 """Texts that are read, files that are replaced atomically, folders that appear only when they are
-complete, files of JSON, and checksums."""
+complete, locks of folders, files of JSON, and checksums."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from lather.errors import ExchangeError, RunError, UserError
 
@@ -227,6 +228,27 @@ def _take(lock: int, aside: Path, target: Path) -> None:
         )
     for leftover in aside.iterdir():
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def lock_folder(folder: Path, name: str, option: str, tries: int = 1) -> IO[str]:
+    """Make a folder and lock it for this process and those that it forks, until the returned file
+    is closed in all of them. `tries`: how often to try, once a second. Raises RunError, with the
+    folder's `name` and the `option` that names another, if it is in use or cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a")
+    except OSError as error:
+        raise RunError(
+            f"{name} cannot be written ({reason(error, folder)}): give another {option}"
+        ) from None
+    for number in range(tries):
+        if number:
+            time.sleep(1)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+    lock.close()
+    raise RunError(f"{name} is in use by another process: wait for it, or give another {option}")
 
 
 def write_json(file: Path, content: Mapping[str, Any], indent: int = 2) -> None:

@@ -21,10 +21,10 @@ from lather.console import command_console
 from lather.data.hub_files import pinned_data
 from lather.engine.step import pick_device
 from lather.errors import ConfigError, DataError, UserError, require
+from lather.files import lock_folder
 from lather.output import surviving_output
 from lather.parallel.launch.world import World
 from lather.sweep.grid import LEFT_OUT, GridRun, Values, grid, read_varied, words_for, words_of
-from lather.sweep.queue import locked
 from lather.sweep.record import SweepFolder, check_same
 from lather.sweep.work import SweepWork
 from lather.train.initial_weights import find_weights
@@ -93,7 +93,7 @@ def sweep_command(arguments: list[str]) -> int:
     keys = [run.key for run in chosen]
     work = SweepWork(folder, runs, keys, options.jobs, options.nproc, command_console())
     _check(folder, list(work.wanted().values()), options)
-    with locked(folder.path), surviving_output():
+    with lock_folder(folder.path, str(folder.path), "--out"), surviving_output():
         if folder.runs(list(varied)) != listed:
             raise UserError(f"{folder.path}: another sweep has just added runs: start again")
         folder.list_runs(runs)

@@ -7,18 +7,14 @@ first. Which jobs are left is asked again and again, so that it may follow from 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from lather.errors import UserError
-from lather.files import reason
 from lather.parallel.launch.requests import SAVING, obeyed
 
 J = TypeVar("J")
@@ -87,31 +83,6 @@ class ProcessQueue(Generic[J]):
                 process.kill()
             raise
         self.running.clear()
-
-
-@contextlib.contextmanager
-def locked(folder: Path, tries: int = 1) -> Iterator[None]:
-    """Make the folder and lock it for this process and those that it forks. `tries`: how often to
-    try, once a second. Raises UserError if it is in use or cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a")
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be written ({reason(error, folder)}): give another --out"
-        ) from None
-    with lock:
-        for number in range(tries):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if number == tries - 1:
-                    raise UserError(
-                        f"{folder} is in use by another process: wait for it, or give another --out"
-                    ) from None
-                time.sleep(1)
-        yield
 
 
 @contextlib.contextmanager

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ from lather.data.documents import load_tokenizer
 from lather.data.opening import held_out_sets, open_datasets, training_batches
 from lather.data.order import MixturePhase
 from lather.errors import DataError, RunError, UserError
-from lather.files import read_text, reason, write_aside
+from lather.files import lock_folder, read_text, write_aside
 from lather.parallel.agreement import broadcast, errors_on_all_ranks
 from lather.parallel.mesh import Mesh
 from lather.train.companions import save_companions
@@ -53,7 +52,7 @@ class RunDirectory:
         """
         path = self.path = Path(config.run_dir)
         self._made_folder, self._is_new = not path.exists(), False
-        self._lock = _lock(path)
+        self._lock = lock_folder(path, f"run_dir = {str(path)!r}", "--run-dir")
         try:
             source = fork_source(path, config)
             if source is not None:
@@ -206,28 +205,6 @@ def open_on_all_ranks(
                 "on a shared file system"
             )
     return data
-
-
-def _lock(path: Path) -> IO[str]:
-    """Create the folder and lock it against other processes. Raises RunError if it is not writable
-    or locked."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / ".lock").open("a")
-    except OSError as error:
-        raise RunError(
-            f"run_dir = {str(path)!r} cannot be written ({reason(error, path)}): give another "
-            "--run-dir"
-        ) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise RunError(
-            f"run_dir = {str(path)!r} is in use by another process: wait for it, or give another "
-            "--run-dir"
-        ) from None
-    return lock
 
 
 def data_sets_of(record: dict[str, Any]) -> list[tuple[str, str]]:
