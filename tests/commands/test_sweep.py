@@ -14,8 +14,8 @@ import pytest
 from matplotlib.image import imread
 
 from lather.config.toml_file import load_config
+from lather.files import lock_folder
 from lather.sweep.intervals import Mean
-from lather.train.run_dir import _lock
 from tiny_run import run, start, timeless_rows, write_config
 
 GRID = ("--vary", "optim.lr=5e-3,1e-2", "--vary", "optim.name=muon,soap", "--jobs", 2)
@@ -149,7 +149,7 @@ def losses_so_far(sweep: Path) -> list[Path]:
 
 def is_in_use(run_dir: Path) -> bool:
     try:
-        _lock(run_dir).close()
+        lock_folder(run_dir, "the run", "--run-dir").close()
     except ValueError:
         return True
     return False
