@@ -33,7 +33,7 @@ from benchmarks import optimizer_report
 from benchmarks.convergence.analysis import Findings
 from benchmarks.convergence.command import BASELINES, load_findings
 from benchmarks.convergence.queue import read_rows
-from benchmarks.convergence.study import Study, load_study
+from benchmarks.convergence.study import Study, final_loss, load_study
 from benchmarks.convergence.tables import markdown_table
 from benchmarks.optimizer_report import RunRange
 from lather.sweep.intervals import Mean
@@ -142,6 +142,16 @@ def _lost_by_rates(path: Path, setting: str, name: str) -> float:
     return max(others) - best
 
 
+def _searched(path: Path, setting: str, name: str) -> dict[str, Any]:
+    """The row at the best rates, on the seed of a search that has ended."""
+    study, rows = study_of(path.parent.name), read_rows(path)
+    contestant = next(one for one in study.contestants if one.name == name)
+    best, missing = study.search(contestant, setting, rows)
+    assert study.tuning is not None
+    assert not missing
+    return contestant.judged(rows[study.trial(contestant, setting, study.tuning.seed, best).key])
+
+
 def _quickstart(path: Path, name: str, key: str) -> float:
     return float(next(row[key] for row in _rows(path) if row["contestant"] == name))
 
@@ -169,6 +179,12 @@ QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange 
     ).steps_ratio(setting, a, b),
     r"([\w-]+): rates of ([\w-]+)": _rates,
     r"([\w-]+): lost by ([\w-]+) at a rate off by the factor": _lost_by_rates,
+    r"([\w-]+): loss of ([\w-]+) in the search": lambda path, setting, name: final_loss(
+        _searched(path, setting, name)
+    ),
+    r"([\w-]+): best rates of ([\w-]+)": lambda path, setting, name: tuple(
+        _searched(path, setting, name)["rates"]
+    ),
     r"(\w+) of (\w+): geometric mean": lambda path, rule, peer: optimizer_report.geometric_mean(
         _cases(path), rule, peer
     ),
