@@ -119,37 +119,32 @@ def _rates(path: Path, setting: str, name: str) -> tuple[float, float]:
     return rates
 
 
-def _lost_by_rates(path: Path, setting: str, name: str) -> float:
-    """The most by which the loss rises if one of the two best rates is multiplied or divided by the
-    factor of the search, on its seed."""
+def _searched(path: Path, setting: str, name: str) -> Callable[[float, float], dict[str, Any]]:
+    """A function that returns the row at the best rates times two factors, on the seed of a search.
+    Raises ValueError if the search has not ended."""
     study, rows = study_of(path.parent.name), read_rows(path)
     contestant = next(one for one in study.contestants if one.name == name)
     (lr, rest), missing = study.search(contestant, setting, rows)
     assert study.tuning is not None
-    assert not missing
-    factor = study.tuning.factor
-    around = [
-        (lr, rest),
-        (lr / factor, rest),
-        (lr * factor, rest),
-        (lr, rest / factor),
-        (lr, rest * factor),
-    ]
-    best, *others = (
-        rows[study.trial(contestant, setting, study.tuning.seed, pair).key]["final"]
-        for pair in around
-    )
-    return max(others) - best
+    seed = study.tuning.seed
+    if missing:
+        raise ValueError(f"the search for rates of {name} in {setting} has not ended")
+
+    def row_at(factor: float, rest_factor: float) -> dict[str, Any]:
+        trial = study.trial(contestant, setting, seed, (lr * factor, rest * rest_factor))
+        return contestant.judged(rows[trial.key])
+
+    return row_at
 
 
-def _searched(path: Path, setting: str, name: str) -> dict[str, Any]:
-    """The row at the best rates, on the seed of a search that has ended."""
-    study, rows = study_of(path.parent.name), read_rows(path)
-    contestant = next(one for one in study.contestants if one.name == name)
-    best, missing = study.search(contestant, setting, rows)
-    assert study.tuning is not None
-    assert not missing
-    return contestant.judged(rows[study.trial(contestant, setting, study.tuning.seed, best).key])
+def _lost_by_rates(path: Path, setting: str, name: str) -> float:
+    """The most by which the loss rises if one of the two best rates is multiplied or divided by the
+    factor of the search, on its seed."""
+    row_at, tuning = _searched(path, setting, name), study_of(path.parent.name).tuning
+    assert tuning is not None
+    factors = (1 / tuning.factor, tuning.factor)
+    around = [row_at(*pair) for by in factors for pair in ((by, 1.0), (1.0, by))]
+    return max(map(final_loss, around)) - final_loss(row_at(1.0, 1.0))
 
 
 def _quickstart(path: Path, name: str, key: str) -> float:
@@ -180,10 +175,10 @@ QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange 
     r"([\w-]+): rates of ([\w-]+)": _rates,
     r"([\w-]+): lost by ([\w-]+) at a rate off by the factor": _lost_by_rates,
     r"([\w-]+): loss of ([\w-]+) in the search": lambda path, setting, name: final_loss(
-        _searched(path, setting, name)
+        _searched(path, setting, name)(1.0, 1.0)
     ),
     r"([\w-]+): best rates of ([\w-]+)": lambda path, setting, name: tuple(
-        _searched(path, setting, name)["rates"]
+        _searched(path, setting, name)(1.0, 1.0)["rates"]
     ),
     r"(\w+) of (\w+): geometric mean": lambda path, rule, peer: optimizer_report.geometric_mean(
         _cases(path), rule, peer

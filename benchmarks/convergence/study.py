@@ -10,8 +10,8 @@ which seeds) and says which runs are left to make.
     [contestants.NAME]
     optim = { name = "muon", momentum = 0.9 }         # [optim] without rates
     train = { weight_dtype = "bfloat16" }             # may be left out: keys of [train]
-    weights = "average"                               # may be left out: the losses are those of the
-                                                      run's averaged weights
+    weights = "average"                               # "raw" if left out; "average": the losses are
+                                                      those of the run's averaged weights
     rates = { small = [1e-2, 2e-2], large = [...] }   # of matrices, of the rest, in the settings in
                                                       which it takes part
 
@@ -142,8 +142,11 @@ class Study:
             for setting, contestant in self.pairs()
             for trial in self._wanted_of(contestant, setting, rows)
         ]
-        unique = {trial.key: trial for trial in reversed(runs) if trial.key not in rows}
-        return list(reversed(unique.values()))
+        unique: dict[str, Trial] = {}
+        for trial in runs:
+            if trial.key not in rows:
+                unique.setdefault(trial.key, trial)
+        return list(unique.values())
 
     def compared(self, rows: Mapping[str, Row]) -> list[Row]:
         """Return the rows of the compared runs whose rates are known by now."""

@@ -21,8 +21,8 @@ class DataError(UserError):
 
 
 class RunError(UserError):
-    """A run directory cannot be used: it is not writable, in use, or belongs to another
-    configuration."""
+    """The folder of a run, a sweep or a study cannot be used: it is not writable, in use, or
+    belongs to another configuration."""
 
 
 class CheckpointError(UserError):

@@ -231,9 +231,10 @@ def _take(lock: int, aside: Path, target: Path) -> None:
 
 
 def lock_folder(folder: Path, name: str, option: str, tries: int = 1) -> IO[str]:
-    """Make a folder and lock it for this process and those that it forks, until the returned file
-    is closed in all of them. `tries`: how often to try, once a second. Raises RunError, with the
-    folder's `name` and the `option` that names another, if it is in use or cannot be written."""
+    """Make a folder and lock it for this process and those that it forks, until all of them have
+    closed the returned file, which the caller has to keep. `tries`: how often to try, once a
+    second. Raises RunError, with the folder's `name` and the `option` that names another, if it is
+    in use or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a")
