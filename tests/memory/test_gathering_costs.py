@@ -61,8 +61,13 @@ CASES: dict[str, Config] = {
 TOGETHER = 200_000
 """Bytes that several blocks have, and one has not."""
 
+LONG = ("mtp", "dense first block, blocks together")
+"""Cases of `make test-all`: they take long."""
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.grid] * (name in LONG)) for name in CASES]
+)
 def test_costs_are_those_of_a_plan_with_the_other_value(name: str) -> None:
     """At most 1300 of the bytes sent are those of losses, loads and the gradient norm; 1 % of them
     all is more than twice as much. Bytes kept are equal, but for the gradients of multi-token
