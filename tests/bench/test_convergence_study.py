@@ -93,6 +93,24 @@ def test_a_row_stands_for_its_run_alone(tmp_path: Path) -> None:
     assert first.key not in {trial.key for trial in load_study(changed).wanted({})}
 
 
+def test_a_run_is_judged_by_the_weights_that_its_contestant_names(tmp_path: Path) -> None:
+    averaged = 'weights = "average"\ntrain = { average_timescale = 0.5 }\nrates = { small = [3e-3'
+    study = study_of(tmp_path, COMPARE)
+    file = tmp_path / "study.toml"
+    file.write_text(file.read_text().replace("rates = { small = [3e-3", averaged))
+    muon, adamw = load_study(file).contestants
+    row: dict[str, Any] = {
+        "final": 3.0,
+        "validation": [[8, 3.0]],
+        "average_validation": [[4, 5.0], [8, 2.5]],
+    }
+    assert muon.judged(row) == row
+    assert adamw.judged(row) == {**row, "final": 2.5, "validation": row["average_validation"]}
+    diverged: dict[str, Any] = {"final": None, "validation": [[0, 7.0]]}
+    assert adamw.judged(diverged) == diverged
+    assert study.contestants[1].judged(row) == row
+
+
 @settings(max_examples=50, deadline=None)
 @given(best=st.tuples(st.floats(-4, 4), st.floats(-4, 4)), tilt=st.floats(-0.6, 0.6))
 def test_the_search_ends_inside_what_it_tried(
