@@ -17,7 +17,8 @@ have no option for them:
                        eps is added before the bias correction
     torch's Muon       multiplies in bfloat16 everywhere; ours where the hardware is fast at it
                        (CUDA, some CPUs), else in float32
-    torch's AdamW      nothing: `fused=True`, the fastest that it has
+    torch's AdamW      nothing: `fused=True`, the fastest that it has. Ours leaves out its check of
+                       the gradients (`nonfinite="ignore"`), which reads them once more
 
 The three SOAPs decide the refresh within the step, after the update. Every window of f steps after
 the first step holds one of each.
@@ -69,7 +70,7 @@ def lather_options(rule: str, frequency: int) -> dict[str, Any]:
             "fp32_matmul_prec": "highest",
         },
         "muon": {"newton_schulz_dtype": "fastest", "fp32_matmul_prec": "highest"},
-        "adamw": {},
+        "adamw": {"nonfinite": "ignore"},
     }[rule]
 
 

@@ -26,6 +26,7 @@ from optim_helpers import (
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, Muon
+from lather.optim.batched.step_counts import joined, together
 
 SHAPES = [(4, 6), (3, 4, 5), (4, 6), (5,), (7,), (4, 6), (3, 4, 5)]
 
@@ -170,3 +171,31 @@ def test_a_refused_change_of_one_group_leaves_the_others_as_they_are(name: str, 
         True,
         False,
     ]
+
+
+def test_step_counts_of_any_place_are_counted_together() -> None:
+    """Counts side by side take one launch for all; those of other places, orders and storages are
+    counted one by one."""
+    memory = torch.arange(6.0)
+    counts = list(memory.unbind())
+    assert [x.tolist() for x in joined(counts[1:4])] == [[1.0, 2.0, 3.0]]
+    assert joined(counts[1:4])[0].data_ptr() == counts[1].data_ptr()
+    for apart in (counts[::-1], counts[::2], [counts[0], counts[1].clone()], counts[:1] * 2):
+        assert [*map(id, joined(apart))] == [*map(id, apart)]
+        assert together(apart).tolist() == [float(x) for x in apart]
+    assert joined([]) == []
+    assert together([]).numel() == 0
+
+
+def test_parameters_made_at_once_have_their_counts_side_by_side() -> None:
+    params = parameters(SHAPES)
+    optimizer = AdamW(params)
+    for step in range(3):
+        give_gradients(params, step)
+        optimizer.step()
+    counts = [optimizer.state[p]["step"] for p in params]
+    assert len(joined(counts)) == 1
+    assert {float(x) for x in counts} == {3.0}
+    params[2].grad = None  # the others are no longer side by side, and are counted all the same
+    optimizer.step()
+    assert [float(x) for x in counts] == [4.0, 4.0, 3.0, 4.0, 4.0, 4.0, 4.0]

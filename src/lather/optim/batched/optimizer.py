@@ -52,7 +52,6 @@ from lather.optim.batched.plan import (
     matmul_precision,
     open_buckets,
     places_of,
-    step_counts,
 )
 from lather.optim.batched.refresh import Counts, due_refreshes, refresh
 from lather.optim.batched.remainders import remainder_of
@@ -60,6 +59,7 @@ from lather.optim.batched.roster import ParamInfo
 from lather.optim.batched.rule_groups import RuleGroups
 from lather.optim.batched.runs import MemberRun, runs_of
 from lather.optim.batched.stateful import StatefulOptimizer
+from lather.optim.batched.step_counts import step_counts
 from lather.optim.batched.streams import SideStreams, no_autocast, on_streams
 from lather.optim.batched.visits import Visits, wait_for_host
 from lather.optim.rule import NOBODY, RefreshingRule, Rule

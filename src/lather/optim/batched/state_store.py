@@ -31,6 +31,7 @@ from lather.optim.batched.pinned import is_offloaded
 from lather.optim.batched.plan import places_of
 from lather.optim.batched.remainders import REMAINDER, check_remainder, fit_remainder
 from lather.optim.batched.roster import ParamInfo, Roster
+from lather.optim.batched.step_counts import new_counts
 from lather.optim.sharded.replicated import check_rows, initial_rows
 from lather.optim.sharded.sharding import Sharding
 
@@ -83,9 +84,9 @@ class StateStore:
         for info in infos:
             if info.param in entries:
                 _fit_remainder(info, entries[info.param])
-        for p in entries:
-            step = torch.zeros((), dtype=torch.float32, device="cpu")
-            state[p] = {"step": steps.get(p, step), **entries[p]}
+        counts = new_counts([float(steps.get(p, 0)) for p in entries])
+        for p, count in zip(entries, counts, strict=True):
+            state[p] = {"step": count, **entries[p]}
         self.places = None  # nobody has looked at the other state
 
     def members(self) -> dict[int, Member]:

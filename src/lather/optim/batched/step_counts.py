@@ -1,0 +1,43 @@
+"""Step counts of parameters: 0-d fp32 tensors on the host, in the state of each, as torch's
+optimizers keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lather.optim.batched.buckets import States
+from lather.optim.batched.roster import ParamInfo
+
+
+def new_counts(values: Sequence[float]) -> list[Tensor]:
+    """Return step counts side by side in memory, so that they can be `joined`."""
+    return list(torch.tensor(values, dtype=torch.float32, device="cpu").unbind())
+
+
+def joined(counts: list[Tensor]) -> list[Tensor]:
+    """Return step counts that lie side by side in memory as one 1-D tensor, which is changed by one
+    launch in place of one for each; others as they are."""
+    if not counts:
+        return []
+    first, size = counts[0], counts[0].element_size()
+    addresses = [first.data_ptr() + size * i for i in range(len(counts))]
+    num_elements = first.untyped_storage().nbytes() // size
+    is_in_one = first.storage_offset() + len(counts) <= num_elements
+    if not is_in_one or list(map(Tensor.data_ptr, counts)) != addresses:
+        return counts
+    return [first.as_strided((len(counts),), (1,))]
+
+
+def together(counts: Sequence[Tensor]) -> Tensor:
+    """Return step counts, or what `joined` made of them, as a new 1-D tensor."""
+    return torch.cat([torch.zeros(0, dtype=torch.float32, device="cpu"), *map(torch.ravel, counts)])
+
+
+def step_counts(infos: Sequence[ParamInfo], state: States) -> dict[int, int]:
+    """Return the step count of each parameter by its info's id; 0 for a parameter without state."""
+    counts = [state[info.param]["step"] for info in infos if state.get(info.param)]
+    values = iter(torch.stack(counts).tolist() if counts else ())
+    return {id(info): int(next(values)) if state.get(info.param) else 0 for info in infos}
