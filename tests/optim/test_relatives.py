@@ -240,6 +240,20 @@ def test_scion_with_decay_1_over_radius_keeps_weights_in_the_ball() -> None:
     torch.testing.assert_close(p.detach(), torch.full((6, 8), -3 / 8), rtol=1e-3, atol=0)
 
 
+def test_scion_keeps_no_second_moment_of_the_rows_of_signs() -> None:
+    """They have one norm, so that `normalize="row"`, which a group may inherit, has nothing to
+    do."""
+    states = {}
+    for scale in ("sign", "spectral"):
+        p = nn.Parameter(torch.zeros(6, 8))
+        p.grad = torch.ones(6, 8)
+        optimizer = Scion([p], lr=0.1, scale=scale, normalize="row")
+        optimizer.step()
+        states[scale] = optimizer.state[p].keys()
+    assert states["sign"] == {"step", "momentum_buffer"}
+    assert states["spectral"] == {"step", "momentum_buffer", "row_moment"}
+
+
 @pytest.mark.parametrize(
     ("cls", "options"),
     [

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar
 from torch import Tensor
 
 from lather.optim.options import Decay, NonNegative, Range, Rate, is_number
-from lather.optim.rule import State
+from lather.optim.rule import Entry, Matrix, State
 from lather.optim.rules.muon import MuonRule
 
 
@@ -46,6 +46,12 @@ class ScionRule(MuonRule):
     rate in any case: leave them out of a group with sign."""
 
     name: ClassVar[str] = "scion"
+
+    def state(self, matrix: Matrix) -> dict[str, Entry]:
+        entries = super().state(matrix)
+        if self.scale == "sign":
+            entries.pop("row_moment", None)  # rows of signs have one norm already
+        return entries
 
     def finished(self, x: Tensor, s: State) -> Tensor:
         """Return U for x (B, m, n), in the norm that `scale` names."""
