@@ -40,11 +40,14 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The configuration, and a run of it without interruption."""
+    """The configuration, and a run of it without interruption, which averages its weights."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     config, run_dir = write_config(folder, steps=STEPS, checkpoint_every=1), folder / "run"
+    text = config.read_text().replace("[train]\n", "[train]\naverage_timescale = 0.3\n")
+    config.write_text(text)
     status, out, err = run("train", config, "--run-dir", run_dir)
     assert status == 0, out + err
+    assert any("average" in name for name in last_weights(run_dir))
     return config, run_dir
 
 
