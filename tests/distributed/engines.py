@@ -38,6 +38,7 @@ class Case:
     """A mesh, a model and the way to run it. Sizes that are not given follow from these."""
 
     pp: int = 1
+    cp: int = 1
     ep: int = 1
     replicas: int = 1
     family: str = "deepseek_v2"
@@ -64,6 +65,8 @@ class Case:
     z_loss: float = 0.0
     lopsided: bool = False
     """Whether all tokens go to two of the experts."""
+    length: int = LENGTH
+    """Tokens of a sequence."""
     lora: int = 0
     """Rank of adapters of the base weights, which are then frozen; 0: all is trained."""
     changes: dict[str, Any] = field(default_factory=dict)
@@ -94,7 +97,7 @@ class Pair:
         """Draw a global batch."""
         generator = torch.Generator().manual_seed(100 + step)
         count = self.num_data * self.engine.schedule.num_micro_batches
-        return torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator)
+        return torch.randint(VOCABULARY, (count, self.case.length + 1), generator=generator)
 
     def share_of(self, tokens: Tensor) -> Batch:
         """This rank's share of a global batch."""
@@ -109,6 +112,7 @@ class Pair:
         """A key that is equal for pairs whose `plain` is the same model on the same tokens."""
         case = self.case
         model = (case.family, case.layers, case.experts, case.changes, case.lopsided, case.dtype)
+        model = (*model, case.length)
         return repr(
             (
                 *model,
@@ -135,7 +139,7 @@ class Pair:
     def _plain_passes(self, tokens: Tensor) -> float:
         """Go forward and backward, micro-batch by micro-batch. Where the balance loss is taken over
         the global batch, the parts that data ranks do at the same time are one micro-batch here."""
-        total = tokens[:, 1:].numel()
+        total, length = tokens[:, 1:].numel(), self.case.length
         loss = 0.0
         for router in self.plain.routers():
             router.balance.restart(in_step=True)
@@ -147,11 +151,11 @@ class Pair:
         )
         for part in parts:
             output = self.plain(part[:, :-1], part[:, 1:], normalizer=float(total))
-            share = len(part) * LENGTH / total
+            share = len(part) * length / total
             auxiliary = output.balance_loss() * (self.moe.balance_coefficient or 0.0) * share
             for depth, mtp_loss in enumerate(output.mtp_losses, start=1):
-                # each row of a sequence of depth + 1 to LENGTH tokens has a label
-                mean = mtp_loss * LENGTH / (LENGTH - depth)
+                # each row of a sequence of depth + 1 to `length` tokens has a label
+                mean = mtp_loss * length / (length - depth)
                 auxiliary = auxiliary + LoopConfig.mtp_loss_weight / len(output.mtp_losses) * mean
             if self.moe.z_loss_coefficient:
                 auxiliary = auxiliary + output.z_loss() * self.moe.z_loss_coefficient * share
@@ -185,7 +189,7 @@ class Pair:
 
 def mesh_of(case: Case) -> Mesh:
     """Build the mesh of a case; all ranks have to call it."""
-    config = ParallelConfig(pp=case.pp, ep=case.ep, replicas=case.replicas)
+    config = ParallelConfig(pp=case.pp, cp=case.cp, ep=case.ep, replicas=case.replicas)
     return Mesh.build(config, torch.device("cpu"))
 
 
@@ -229,7 +233,7 @@ def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
     batch = mesh.data_size * schedule.num_micro_batches
     loop = LoopConfig(
         batch_size=batch,
-        sequence_length=LENGTH,
+        sequence_length=case.length,
         recompute=case.recompute,  # type: ignore[arg-type]
         precision=case.precision,  # type: ignore[arg-type]
         rounded_weights=case.rounded_weights,  # type: ignore[arg-type]

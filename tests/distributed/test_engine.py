@@ -117,7 +117,7 @@ def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple
     meshes: dict[Any, Mesh] = {}
     plain: dict[Any, tuple[float, list[Tensor | None]]] = {}
     for case in cases:
-        layout = (case.pp, case.ep, case.replicas)
+        layout = (case.pp, case.cp, case.ep, case.replicas)
         if layout not in meshes:
             meshes[layout] = mesh_of(case)
         pair = make_pair(case, mesh=meshes[layout])

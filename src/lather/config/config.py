@@ -8,6 +8,7 @@ same strings.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -214,12 +215,14 @@ class ParallelConfig:
 
     pp: Count = 1
     """Pipeline ranks; each holds two of the 2 * pp stages."""
+    cp: Count = 1
+    """Context ranks, among which each sequence is divided into slices, for long sequences."""
     ep: Count = 1
-    """Expert ranks, among which the experts of every layer are divided. All ranks / (pp * ep) is
-    dp; the batch is divided among dp * ep data ranks."""
+    """Expert ranks, among which the experts of every layer are divided. All ranks / (pp * cp * ep)
+    is dp; the batch is divided among dp * ep data ranks."""
     replicas: Count = 1
-    """Complete copies of the sharded parameters (HSDP), a divisor of dp = all ranks / (pp * ep);
-    more copies: less communication, more memory."""
+    """Complete copies of the sharded parameters (HSDP), a divisor of dp = all ranks / (pp * cp *
+    ep); more copies: less communication, more memory."""
     partition: Literal["uniform", "memory"] = "uniform"
     """How layers are assigned to stages. uniform: equally many to each stage. memory: so that the
     largest rank needs as few bytes as possible, or at most 1 % more for a more even assignment; dry
@@ -271,19 +274,23 @@ class ParallelConfig:
     def data_ranks(self, world_size: int, option: str = "--nproc") -> int:
         """Return the number of data ranks, dp * ep, among `world_size` ranks, which `option` gives.
         Raises ConfigError if the ranks cannot be divided in this way."""
-        size = self.pp * self.ep
+        axes = {"pp": self.pp, **({"cp": self.cp} if self.cp > 1 else {}), "ep": self.ep}
+        names, sizes = [f"parallel.{name}" for name in axes], list(axes.values())
+        size = math.prod(sizes)
         dp, rest = divmod(world_size, size)
         if rest or not dp:
             raise ConfigError(
-                f"parallel.pp * parallel.ep = {self.pp} * {self.ep} = {size} does not divide the "
+                f"{' * '.join(names)} = {' * '.join(map(str, sizes))} = {size} does not divide the "
                 f"number of ranks, {world_size}: start {size} ranks ({option} {size}) or a "
-                "multiple, or change parallel.pp or parallel.ep"
+                f"multiple, or change {' or '.join(names)}"
             )
         if dp % self.replicas:
+            divided = "".join(
+                f" / {name} {size}" for name, size in zip(names, sizes, strict=True)
+            )
             raise ConfigError(
                 f"parallel.replicas = {self.replicas} does not divide dp = {dp} "
-                f"({world_size} ranks / parallel.pp {self.pp} / parallel.ep {self.ep}): change it, "
-                "or the number of ranks"
+                f"({world_size} ranks{divided}): change it, or the number of ranks"
             )
         return dp * self.ep
 

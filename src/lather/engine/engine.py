@@ -77,7 +77,7 @@ class Engine:
         self.schedule_of: Callable[[int], Schedule] = lambda num_micro_batches: schedule
         """Makes the schedule of a step by its number of micro-batches, which may grow."""
         self._mtp_loss_weight = loop.mtp_loss_weight
-        prepare_experts(part, moe, mesh.data_group)
+        prepare_experts(part, moe, mesh.data_group, mesh.context)
         if loop.weight_dtype == "bfloat16":
             narrow_product_weights(part, torch.bfloat16)
         queue = WeightGradients()
@@ -91,7 +91,9 @@ class Engine:
         storing = Storing(narrow, rounds_own, of_gradients, loop.offload_frozen)
         self.units = shard_part(part, mesh, storing)
         self.parameters = local_parameters(part, mesh)
-        shape = (self.micro_batch_size, loop.sequence_length, part.hidden_size)
+        length, context = loop.sequence_length, mesh.context
+        local_length = length if context is None else context.length_of(length)
+        shape = (self.micro_batch_size, local_length, part.hidden_size)
         dtypes = (p.dtype for p in part.parameters())  # products' weights may be bf16
         dtype = reduce(torch.promote_types, dtypes, torch.float32)
         self._activation = Activation(shape, dtype, travels_as=narrow)
@@ -106,7 +108,8 @@ class Engine:
         self._executor = Executor(
             part.stages, schedule, self._segments, self._activation, mesh, self.units, record
         )
-        self._layout = SequenceLayout(*shape[:2], mesh.device)
+        self._length = length
+        self._layout = SequenceLayout(shape[0], length, mesh.device, context=context)
 
     def _exchange(self, frees: Frees) -> Exchange:
         """Return the exchange of tokens among the expert ranks."""
@@ -168,7 +171,7 @@ class Engine:
         batch = replace(batch, padding_BS=None)
         micro_batches = self._micro_batches(batch, 1.0, [1.0] * num_batches)
         first, second, *_ = self._with_depths(batch, micro_batches)[0]
-        padding_BS = torch.zeros(second.tokens_BS.shape, dtype=torch.bool)
+        padding_BS = torch.zeros(self.micro_batch_size, self._length, dtype=torch.bool)
         padding_BS[-1, -1] = True
         micro_batches = [first, replace(second, layout=second.layout.with_padding(padding_BS))]
         with torch.no_grad():
@@ -222,7 +225,7 @@ class Engine:
         self._check_shape(batch, size if is_part else whole)
 
     def _check_shape(self, batch: Batch, num_sequences: int) -> None:
-        expected = (num_sequences, self._activation.shape[1])
+        expected = (num_sequences, self._length)
         for name, x_BS in (("inputs", batch.inputs_BS), ("labels", batch.labels_BS)):
             if tuple(x_BS.shape) != expected:
                 raise ValueError(
@@ -243,11 +246,11 @@ class Engine:
         if batch.labels_of_all is not None and batch.tokens_of_all is not None:
             return batch.labels_of_all, batch.tokens_of_all
         of_share = batch.num_labels, batch.num_tokens
-        if self.mesh.data_size == 1:
+        if self.mesh.data_size == 1:  # context ranks have the same share
             return of_share
         total = torch.tensor(of_share, device=self.mesh.device)
         dist.all_reduce(total, group=self.mesh.data_group)
-        num_labels, num_tokens = read(total, Read.COUNTS).tolist()
+        num_labels, num_tokens = (read(total, Read.COUNTS) // self.mesh.cp).tolist()
         return num_labels, num_tokens
 
     def _micro_batches(
@@ -257,12 +260,14 @@ class Engine:
         shares: Sequence[float | Tensor],
         layouts: Sequence[SequenceLayout] = (),
     ) -> list[MicroBatch]:
-        """Divide a batch. `shares`: the weights of its micro-batches in the auxiliary losses;
-        `layouts`: those of its documents, if they exist already."""
+        """Divide a batch, and take this rank's slices of its sequences. `shares`: the weights of
+        its micro-batches in the auxiliary losses; `layouts`: those of its documents, if they exist
+        already."""
+        context = self.mesh.context
         size, length, device = self.micro_batch_size, batch.inputs_BS.shape[1], self.mesh.device
         if not layouts and batch.begins_BS is not None:
             layouts = [
-                SequenceLayout(size, length, device, document_boundaries(begins))
+                SequenceLayout(size, length, device, document_boundaries(begins), context=context)
                 for begins in batch.begins_BS.split(size)
             ]
         # without documents masks and rotary tables are the same for all
@@ -273,9 +278,9 @@ class Engine:
                 layout.with_padding(padding_BS)
                 for layout, padding_BS in zip(layouts, paddings, strict=True)
             ]
-        on_device = (
-            to_device(x_BS, device).split(size) for x_BS in (batch.inputs_BS, batch.labels_BS)
-        )
+        whole = batch.inputs_BS, batch.labels_BS
+        local = whole if context is None else map(context.local, whole)
+        on_device = (to_device(x_BS, device).split(size) for x_BS in local)
         balance, z_loss = self.moe.balance_coefficient or 0.0, self.moe.z_loss_coefficient
         return [
             MicroBatch(x_BS, y_BS, layout, normalizer, balance * share, z_loss * share)
@@ -296,6 +301,7 @@ class Engine:
         counts_N2 = to_device(counts, device)
         if self.mesh.data_size > 1:
             dist.all_reduce(counts_N2, group=self.mesh.data_group)
+            counts_N2 //= self.mesh.cp  # context ranks have the same share
         layouts = [each.layout for each in micro_batches]
         depths, shares_DM = [], []
         for each, (num_labels, num_tokens) in zip(batches, counts_N2.clamp(min=1), strict=True):

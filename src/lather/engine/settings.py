@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lather.config.config import Config, MoEConfig, ParallelConfig
+from lather.models.context import Context
 from lather.models.decoder import RoutedModel
 from lather.pipeline.schedule import Schedule, dualpipev, sequential
 
@@ -28,13 +29,15 @@ def weights_dtype(config: Config) -> torch.dtype:
 
 
 def prepare_experts(
-    model: RoutedModel, config: MoEConfig, data_group: dist.ProcessGroup | None = None
+    model: RoutedModel,
+    config: MoEConfig,
+    data_group: dist.ProcessGroup | None = None,
+    context: Context | None = None,
 ) -> None:
     """Set the memory mode of the MoE layers, and how their load is balanced, over the ranks of
-    `data_group`."""
+    `data_group`, to which those of the `context` belong."""
     model.set_memory(config.memory)
-    if config.balance_level is not None:
-        model.balance_load(config.balance_level, data_group)
+    model.balance_load(config.balance_level, data_group, context)
     for router in model.routers():
         router.takes_z_loss = config.z_loss_coefficient > 0
         if config.bias_update_rate:

@@ -10,7 +10,8 @@ Qwen3-Next).
 
 Letters: B sequences, S positions, D hidden size, H heads, G key-value heads, N width of a head's
 query and key (MLA: non-rotary width), R rotary width, U width of a head's value, L rank of the
-key-value latent, P = R / 2 rotary pairs, T keys: S, or with a cache all slots of the cache.
+key-value latent, P = R / 2 rotary pairs, T keys: S, or all slots of a
+cache, or the tokens of all context ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from lather.kernels.inputs_only import saving_inputs_only
 from lather.models.attention_kernels import Recipe, attend
 from lather.models.attention_logits import MeasuredAttention
+from lather.models.context import Context
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.layers import Linear, RMSNorm, project
 from lather.models.lora import merged
@@ -47,6 +49,12 @@ def _side_by_side(attended_BSHU: Tensor, recomputation: Recomputation) -> Tensor
         (side_by_side,), lambda attended_BSHU: (attended_BSHU.flatten(2),), attended_BSHU
     )
     return side_by_side
+
+
+def gather_heads(context: Context, k_BSGN: Tensor, v_BSGN: Tensor) -> tuple[Tensor, ...]:
+    """Return the keys and values of all context ranks, in the values' dtype, as attention takes
+    them."""
+    return context.gather((k_BSGN.to(v_BSGN.dtype), v_BSGN))
 
 
 class MultiHeadLatentAttention(MeasuredAttention):
@@ -112,6 +120,10 @@ class MultiHeadLatentAttention(MeasuredAttention):
             attended_BSHU = self._attend_to_latents(
                 query_BSx, latent_BSL, k_BSR, layout, layout.cache
             )
+        elif layout.context is not None:
+            attended_BSHU = self._attend_to_all(
+                query_BSx, latent_BSL, k_BSR, layout, layout.context, recomputation
+            )
         else:
             kv_BSx = self.kv_b_proj(recomputation.norm(self.kv_a_layernorm, latent_BSL))
 
@@ -129,6 +141,37 @@ class MultiHeadLatentAttention(MeasuredAttention):
             del heads  # keys and values are recomputed in backward
         return self.o_proj(_side_by_side(attended_BSHU, recomputation))
 
+    def _attend_to_all(
+        self,
+        query_BSx: Float[Tensor, "b s x"],
+        latent_BSL: Float[Tensor, "b s l"],
+        k_BSR: Float[Tensor, "b s r"],
+        layout: SequenceLayout,
+        context: Context,
+        recomputation: Recomputation,
+    ) -> Float[Tensor, "b s h u"]:
+        """Attend to the keys of all context ranks, which exchange latents and shared keys, L + R
+        elements a token. Each rank expands all latents. Backward gathers them again."""
+        key_tables = layout.rotary_tables(self.rotary, k_BSR.dtype, of_keys=True)
+
+        def gather(latent_BSL: Tensor, k_BSR: Tensor) -> tuple[Tensor, ...]:
+            return context.gather((self.kv_a_layernorm(latent_BSL).to(k_BSR.dtype), k_BSR))
+
+        def expand(latent_BTL: Tensor, k_BTR: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
+            return self.keys_and_values(self.kv_b_proj(latent_BTL), k_BTR, *tables)
+
+        def again(latent_BSL: Tensor, k_BSR: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+            latent_BTL, k_BTR = gather(latent_BSL, k_BSR)
+            return *expand(latent_BTL, k_BTR, *tables), latent_BTL
+
+        latent_BTL, k_BTR = gather(latent_BSL, k_BSR)
+        sources = (latent_BSL, k_BSR, *key_tables)
+        recipe = Recipe(recomputation, (1, 2), again, sources, (latent_BTL,))
+        query = self.queries(query_BSx, *layout.rotary_tables(self.rotary, query_BSx.dtype))
+        keys_and_values = expand(latent_BTL, k_BTR, *key_tables)
+        self.measure(query, *keys_and_values, layout)
+        return attend(query, *keys_and_values, layout, scale=self.scale, recipe=recipe)
+
     def heads(
         self,
         query_BSx: Float[Tensor, "b s x"],
@@ -138,9 +181,14 @@ class MultiHeadLatentAttention(MeasuredAttention):
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
         """Return queries, keys and values of each head, rotated, from the outputs of the
         projections; `tables` are cosines and sines."""
+        return self.queries(query_BSx, *tables), *self.keys_and_values(kv_BSx, k_BSR, *tables)
+
+    def queries(
+        self, query_BSx: Float[Tensor, "b s x"], *tables: Table
+    ) -> Float[Tensor, "b s h n"]:
+        """Return the queries of each head, rotated."""
         q_BSHN, q_BSHR = self._split_query(query_BSx)
-        query = torch.cat((q_BSHN, self.rotary.rotate(q_BSHR, *tables)), dim=-1)
-        return query, *self.keys_and_values(kv_BSx, k_BSR, *tables)
+        return torch.cat((q_BSHN, self.rotary.rotate(q_BSHR, *tables)), dim=-1)
 
     def _split_query(self, query_BSx: Tensor) -> tuple[Tensor, Tensor]:
         """Return the parts of each head's query without and with rotary embedding."""
@@ -282,6 +330,9 @@ class GroupedQueryAttention(MeasuredAttention):
                 recomputation, (0, 1), lambda *sources: self.heads(*sources)[:2], projected
             )
         q_BSHN, k_BTGN, v_BTGN = self.heads(*projected)
+        if layout.context is not None:
+            recipe = self._gathering(recomputation, layout.context, recipe, k_BTGN, v_BTGN)
+            k_BTGN, v_BTGN = gather_heads(layout.context, k_BTGN, v_BTGN)
         if layout.cache is not None:
             k_BTGN, v_BTGN = layout.cache.extend(self, k_BTGN, v_BTGN)
         self.measure(q_BSHN, k_BTGN, v_BTGN, layout)
@@ -294,6 +345,25 @@ class GroupedQueryAttention(MeasuredAttention):
         gated = gate(*sources)
         recomputation.add(gated, gate, *sources)
         return self.o_proj(*gated)
+
+    def _gathering(
+        self,
+        recomputation: Recomputation,
+        context: Context,
+        local: Recipe | None,
+        k_BSGN: Tensor,
+        v_BSGN: Tensor,
+    ) -> Recipe:
+        """Return the recipe that gathers keys and values again, which `local` recomputes; without
+        it autograd saves those of this rank."""
+        if local is None:
+            return Recipe(recomputation, (1, 2), partial(gather_heads, context), (k_BSGN, v_BSGN))
+
+        def again(*sources: Tensor) -> tuple[Tensor, ...]:
+            q_BSHN, k_BSGN, v_BSGN = self.heads(*sources)
+            return q_BSHN, *gather_heads(context, k_BSGN, v_BSGN)
+
+        return Recipe(recomputation, (0, 1, 2), again, local.sources)
 
     @property
     def head_rows(self) -> dict[str, int]:

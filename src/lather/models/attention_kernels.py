@@ -76,8 +76,10 @@ class Recipe:
     which: tuple[int, ...]
     """The tensors that are recomputed: 0 queries, 1 keys, 2 values."""
     make: Make
-    """Computes these tensors, of shape (B, S, heads, width), from `sources`."""
+    """Computes these tensors, of shape (B, S, heads, width), and then `beside` from `sources`."""
     sources: tuple[Tensor, ...]
+    beside: tuple[Tensor, ...] = ()
+    """Tensors from which queries, keys and values were computed, and that others would save."""
 
     def register(
         self, tensors: tuple[Tensor, Tensor, Tensor], prepare: Callable[[Tensor], Tensor]
@@ -87,11 +89,12 @@ class Recipe:
         dtype = tensors[2].dtype
 
         def again(*sources: Tensor) -> tuple[Tensor, ...]:
-            return tuple(prepare(_by_head(x, dtype)) for x in self.make(*sources))
+            made, num_operands = self.make(*sources), len(self.which)
+            operands = (prepare(_by_head(x, dtype)) for x in made[:num_operands])
+            return *operands, *made[num_operands:]
 
-        self.recomputation.add(
-            tuple(tensors[number] for number in self.which), again, *self.sources
-        )
+        operands = (tensors[number] for number in self.which)
+        self.recomputation.add((*operands, *self.beside), again, *self.sources)
 
 
 def _by_head(x_BSHN: Tensor, dtype: torch.dtype) -> Tensor:

@@ -61,9 +61,13 @@ class MeasuredAttention(nn.Module):
                 x.to(v_BSGU.dtype).transpose(1, 2).contiguous() for x in (q_BSHN, k_BSGN)
             )
             first_BS = layout.first_keys(self.window)
-            products_H = largest_products(q_BHSN, k_BGSN, first_BS, self.window)
-            logits_H = self.scale * products_H.to(self.largest_H.dtype)
-            torch.maximum(self.largest_H, logits_H, out=self.largest_H)
+            for queries, start in layout.runs():
+                first = None if first_BS is None else first_BS[:, queries]
+                products_H = largest_products(
+                    q_BHSN[:, :, queries], k_BGSN, first, self.window, start
+                )
+                logits_H = self.scale * products_H.to(self.largest_H.dtype)
+                torch.maximum(self.largest_H, logits_H, out=self.largest_H)
 
     def clip_factors(self, gamma_H: Float[Tensor, " h"]) -> Mapping[str, Float[Tensor, " x"]]:
         """Return, by name of a projection, the factor of each of its rows that multiplies the
@@ -98,9 +102,11 @@ def largest_products(
     k_BGSN: Float[Tensor, "b g s n"],
     first_BS: Int[Tensor, "#b s"] | None,
     window: int | None = None,
+    offset: int = 0,
 ) -> Float[Tensor, " h"]:
     """Return the largest product of a query and a key of each head, where query s meets the keys
-    from first_BS[:, s] (None: from 0) to s, at most `window` of them. H is a multiple of G."""
+    from first_BS[:, s] (None: from 0) to `offset` + s, at most `window` of them. H is a multiple of
+    G."""
     batch, num_heads, length, width = q_BHSN.shape
     if not q_BHSN.numel():
         return q_BHSN.new_full((num_heads,), -torch.inf)
@@ -108,13 +114,14 @@ def largest_products(
     size = max(width, BLOCK_LOGITS // (batch * num_heads * length))
     largest_GR = q_BHSN.new_full(q_BGRSN.shape[1:3], -torch.inf)
     for start in range(0, length, size):
-        end, begin = min(start + size, length), max(0, start - (window or length) + 1)
+        end = min(start + size, length)
+        stop, begin = offset + end, max(0, offset + start - (window or offset + length) + 1)
         q_BGxN = q_BGRSN[:, :, :, start:end].flatten(2, 3)
-        logits_BGxT = q_BGxN @ k_BGSN[:, :, begin:end].mT
+        logits_BGxT = q_BGxN @ k_BGSN[:, :, begin:stop].mT
         logits_BGRQT = logits_BGxT.unflatten(2, (-1, end - start))
-        key_T = torch.arange(begin, end, device=q_BHSN.device)
-        query_Q = key_T[start - begin :]
-        logits_BGRQT[..., start - begin :].masked_fill_(query_Q > query_Q[:, None], -torch.inf)
+        key_T = torch.arange(begin, stop, device=q_BHSN.device)
+        query_Q = key_T[start - end :]
+        logits_BGRQT[..., start - end :].masked_fill_(query_Q > query_Q[:, None], -torch.inf)
         if first_BS is not None:
             hidden_BQT = key_T < first_BS[:, start:end, None]
             logits_BGRQT.masked_fill_(hidden_BQT[:, None, None], -torch.inf)

@@ -4,6 +4,10 @@ Sources: the expert-level balance loss (DeepSeek-V2, arXiv:2405.04434, eq. 23 to
 (ST-MoE, arXiv:2202.08906, eq. 5); balance over the global batch (Qiu et al., arXiv:2501.11873).
 Losses are without their coefficients. `routing` calls all of this.
 
+Under context parallelism the counts of a micro-batch or of a sequence are those of all context
+ranks, and so is the number of tokens by which sums are divided; the sums themselves are over a
+rank's tokens, so that the ranks' losses add up to the loss of all tokens.
+
 Letters: T tokens, B sequences, S positions, E experts, K experts per token, G pairs of a token and
 an expert.
 """
@@ -14,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lather.models.context import Context
 from lather.models.token_positions import Padding
 from lather.shapes import Float, Int
 
@@ -32,22 +37,29 @@ def count_rows(
     return expert_G.new_zeros(num_experts).scatter_add_(0, expert_G.clamp(min=0), is_expert_G)
 
 
-def z_loss(logits_TE: Float[Tensor, "t e"], padding: Padding | None = None) -> Float[Tensor, ""]:
+def z_loss(
+    logits_TE: Float[Tensor, "t e"],
+    padding: Padding | None = None,
+    context: Context | None = None,
+) -> Float[Tensor, ""]:
     """Compute the mean over tokens of logsumexp(logits)^2; 0 for no tokens."""
     square_T = logits_TE.logsumexp(-1).square()
     if padding is not None:
         square_T = square_T.masked_fill(padding.mask_T, 0)
-    return square_T.sum() / _divisor(logits_TE, padding)
+    return square_T.sum() / _divisor(logits_TE, padding, context)
 
 
 def balance_loss(
-    scores_TE: Float[Tensor, "t e"], count_E: Int[Tensor, " e"], padding: Padding | None = None
+    scores_TE: Float[Tensor, "t e"],
+    count_E: Int[Tensor, " e"],
+    padding: Padding | None = None,
+    context: Context | None = None,
 ) -> Float[Tensor, ""]:
     """Compute DeepSeek-V2's expert-level loss; differentiable through the scores."""
     if padding is not None:
         scores_TE = padding.fill(scores_TE, 0)
     share_E = count_E.to(scores_TE.dtype) / count_E.sum().clamp(min=1)
-    mean_score_E = scores_TE.sum(0) / _divisor(scores_TE, padding)
+    mean_score_E = scores_TE.sum(0) / _divisor(scores_TE, padding, context)
     return len(count_E) * (share_E * mean_score_E).sum()
 
 
@@ -56,9 +68,10 @@ def sequence_balance_loss(
     experts_TK: Int[Tensor, "t k"],
     num_sequences: int,
     padding: Padding | None = None,
+    context: Context | None = None,
 ) -> Float[Tensor, ""]:
     """Compute the mean over tokens of the balance loss of their sequence; differentiable through
-    the scores. Sequences have equal lengths, padding included.
+    the scores. Sequences have equal lengths, padding included. Collective over context ranks.
 
     So a sequence with padding counts by its tokens, as it does in the cross entropy.
     """
@@ -68,23 +81,31 @@ def sequence_balance_loss(
             f"num_sequences = {num_sequences} is not valid: it must divide the {num_tokens} tokens"
         )
     expert_BG = experts_TK.reshape(num_sequences, -1)
+    num_ranks = 1 if context is None else context.size
     count_BE = scores_TE.new_zeros(num_sequences, num_experts)
     if padding is None:
-        scores_BSE = scores_TE.unflatten(0, (num_sequences, -1))
         count_BE.scatter_add_(1, expert_BG, torch.ones_like(expert_BG, dtype=scores_TE.dtype))
-        share_BE = count_BE / max(expert_BG.shape[1], 1)
-        mean_score_BE = scores_BSE.sum(1) / max(scores_BSE.shape[1], 1)
+    else:
+        count_BE.scatter_add_(1, expert_BG.clamp(min=0), (expert_BG >= 0).to(scores_TE.dtype))
+    if context is not None:
+        count_BE = context.add_up(count_BE)
+    if padding is None:
+        scores_BSE = scores_TE.unflatten(0, (num_sequences, -1))
+        share_BE = count_BE / max(expert_BG.shape[1] * num_ranks, 1)
+        mean_score_BE = scores_BSE.sum(1) / max(scores_BSE.shape[1] * num_ranks, 1)
         return num_experts * (share_BE * mean_score_BE).sum(-1).mean()
     scores_BSE = padding.fill(scores_TE, 0).unflatten(0, (num_sequences, -1))
-    count_BE.scatter_add_(1, expert_BG.clamp(min=0), (expert_BG >= 0).to(scores_TE.dtype))
     share_BE = count_BE / count_BE.sum(1, keepdim=True).clamp(min=1)
     # a sequence's mean score times its number of tokens is the sum of its scores
-    return num_experts * (share_BE * scores_BSE.sum(1)).sum() / _divisor(scores_TE, padding)
+    divisor = _divisor(scores_TE, padding, context)
+    return num_experts * (share_BE * scores_BSE.sum(1)).sum() / divisor
 
 
-def _divisor(x_TE: Tensor, padding: Padding | None) -> int:
-    """Return the number of tokens, without padding, or 1 if there are none."""
-    return max(len(x_TE) if padding is None else padding.num_tokens, 1)
+def _divisor(x_TE: Tensor, padding: Padding | None, context: Context | None) -> int:
+    """Return the number of tokens of all context ranks, without padding, or 1 if there are none."""
+    if padding is not None:
+        return max(padding.num_tokens_of_all, 1)
+    return max(len(x_TE) * (1 if context is None else context.size), 1)
 
 
 class LoadBalance:
@@ -97,13 +118,19 @@ class LoadBalance:
     checkpointing. Outside a step, in validation, the loss is over the rows of its micro-batch.
     """
 
-    def __init__(self, level: str, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        level: str,
+        group: dist.ProcessGroup | None = None,
+        context: Context | None = None,
+    ) -> None:
+        """`context`: the context ranks, which are part of `group`."""
         if level not in BALANCE_LEVELS:
             raise ValueError(
                 f"balance level {level!r} is not valid: use one of "
                 f"{', '.join(map(repr, BALANCE_LEVELS))}"
             )
-        self.level, self.group = level, group
+        self.level, self.group, self.context = level, group, context
         self._count_E: Tensor | None = None
         self._in_step = False
 
@@ -116,9 +143,10 @@ class LoadBalance:
         are computed. None: from each sequence."""
         if self.level == "sequence" and num_sequences > 1:
             return None
-        if self.level == "global_batch" and self._in_step:
-            if self.group is not None:
-                count_E = count_E.clone()
-                dist.all_reduce(count_E, group=self.group)
-            self._count_E = count_E = count_E if self._count_E is None else self._count_E + count_E
+        if self.level != "global_batch" or not self._in_step:
+            return count_E if self.context is None else self.context.add_up(count_E)
+        if self.group is not None:
+            count_E = count_E.clone()
+            dist.all_reduce(count_E, group=self.group)
+        self._count_E = count_E = count_E if self._count_E is None else self._count_E + count_E
         return count_E

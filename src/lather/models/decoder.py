@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.balance import LoadBalance
+from lather.models.context import Context
 from lather.models.experts import Experts
 from lather.models.family import FamilyConfig
 from lather.models.key_value_cache import KeyValueCache
@@ -236,10 +237,16 @@ class RoutedModel(nn.Module):
                 block.mtp.warmed_up = set()
         return len(blocks) + len(norms)
 
-    def balance_load(self, level: str, group: dist.ProcessGroup | None = None) -> None:
-        """Set the level of the balance loss of all blocks; see `LoadBalance`."""
+    def balance_load(
+        self,
+        level: str | None,
+        group: dist.ProcessGroup | None = None,
+        context: Context | None = None,
+    ) -> None:
+        """Set the level of the balance loss of all blocks (None: as it is), and the ranks over
+        which it is taken; see `LoadBalance`."""
         for router in self.routers():
-            router.balance = LoadBalance(level, group)
+            router.balance = LoadBalance(level or router.balance.level, group, context)
 
 
 class Decoder(RoutedModel):

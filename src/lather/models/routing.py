@@ -142,15 +142,16 @@ class Router(Deferrable, nn.Module):
         count_E = count_rows(experts_TK, len(self.weight), padding)
         if self.score == "sigmoid":  # the balance loss needs scores that sum to 1
             scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
+        rest = padding, self.balance.context
         if self._repeated is None:
             balance_count_E = self.balance.add(count_E, num_sequences)
         else:
             balance_count_E = self._repeated.balance_count_E
         if balance_count_E is None:
-            balance = sequence_balance_loss(scores_TE, experts_TK, num_sequences, padding)
+            balance = sequence_balance_loss(scores_TE, experts_TK, num_sequences, *rest)
         else:
-            balance = balance_loss(scores_TE, balance_count_E, padding)
-        z = z_loss(logits_TE, padding) if self.takes_z_loss else None
+            balance = balance_loss(scores_TE, balance_count_E, *rest)
+        z = z_loss(logits_TE, *rest) if self.takes_z_loss else None
         return Routing(experts_TK, weights_TK, count_E, balance, z, balance_count_E, num_pairs)
 
     def logits(self, x_TD: Float[Tensor, "t d"]) -> Float[Tensor, "t e"]:

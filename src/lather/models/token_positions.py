@@ -5,8 +5,11 @@ They are computed once per forward pass and shared by all layers. Plain causal a
 mask. Windows and documents need a boolean (S + 1, S + 1) mask per distinct window on CPU, and on
 CUDA flex attention's block mask, which has no (S, S) elements.
 
+Under context parallelism a layout has the tokens of a rank's slices, with the positions, documents
+and indices that they have in the whole sequences; keys are those of the whole sequences.
+
 Letters: B sequences, S positions, T = B * S tokens (in masks: keys, which are all slots of a
-cache), P rotary pairs.
+cache, or those of all context ranks), P rotary pairs.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
 
 from lather.device import Read, read, to_device
+from lather.models.context import Context
 from lather.models.flex_attention import for_device
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.rotary import Rotary
@@ -39,12 +43,18 @@ class Padding:
     """True at these positions."""
     num_tokens: int
     """Number of the other positions."""
+    num_tokens_of_all: int
+    """The same for all context ranks together."""
 
     @classmethod
-    def at(cls, mask_BS: Bool[Tensor, "b s"], device: torch.device) -> Padding:
-        """Return the padding at the positions that are True, on `device`."""
-        num_tokens = mask_BS.numel() - int(mask_BS.sum())
-        return cls(to_device(mask_BS.flatten(), device), num_tokens)
+    def at(
+        cls, mask_BT: Bool[Tensor, "b t"], device: torch.device, context: Context | None = None
+    ) -> Padding:
+        """Return the padding at the positions that are True, on `device`; with a context, of whole
+        sequences, at this rank's positions."""
+        mask_BS = mask_BT if context is None else context.local(mask_BT)
+        local, of_all = (mask.numel() - int(mask.sum()) for mask in (mask_BS, mask_BT))
+        return cls(to_device(mask_BS.flatten(), device), local, of_all)
 
     def fill(self, x_TN: Tensor, value: float) -> Tensor:
         """Return `x_TN` with this value in the rows of the padding, which get no gradient."""
@@ -64,9 +74,13 @@ class SequenceLayout:
     With a `cache` the tokens come after those of the cache, whose length they extend, and attend to
     them as well.
 
+    With a `context`, `length` and `cu_seqlens` are those of the whole sequences, of which the
+    layout has the positions of a rank's slices.
+
     Raises TypeError if `cu_seqlens` does not hold integers, and ValueError if its values are not
-    boundaries as described, or if the cache does not fit: outside `torch.no_grad()`, with packed
-    documents, or with padding for another number of rows.
+    boundaries as described, if the cache does not fit (outside `torch.no_grad()`, with packed
+    documents, or with padding for another number of rows), or if `length` cannot be cut into the
+    slices of the context.
     """
 
     def __init__(
@@ -76,17 +90,23 @@ class SequenceLayout:
         device: torch.device,
         cu_seqlens: Int[Tensor, " n"] | None = None,
         cache: KeyValueCache | None = None,
+        context: Context | None = None,
     ) -> None:
-        self.batch, self.length, self.device, self.cache = batch, length, device, cache
+        self.batch, self.device, self.cache, self.context = batch, device, cache, context
+        self.length = length if context is None else context.length_of(length)
+        """Number of positions, S."""
+        self.num_keys = length
+        """Number of keys of a row, T."""
         self.start = 0
         """Number of slots before the tokens, to which they attend as well; above 0 only with a
         cache."""
         self.padding_B: Int[Tensor, " b"] | None = None
         """Number of slots at the start of each row of the cache that hold no token; None: 0."""
-        self.positions: Int[Tensor, "b s"] = torch.arange(length, device=device).unsqueeze(0)
-        """Position of each token in its document; (1, S) if each row is a single document."""
-        self.documents: Int[Tensor, "b s"] | None = None
-        """Number of each token's document; None if each row is a single document."""
+        self._whole_positions: Int[Tensor, "b t"] = torch.arange(length, device=device)[None]
+        """Position of each token of all context ranks in its document; (1, T) if each row is a
+        single document."""
+        self.documents: Int[Tensor, "b t"] | None = None
+        """Number of each key's document; None if each row is a single document."""
         self.cu_seqlens: Int[Tensor, " n"] | None = None
         """The boundaries of these documents among all tokens, from 0 to B * S; None as above."""
         self.padding: Padding | None = None
@@ -101,6 +121,30 @@ class SequenceLayout:
             self._append_to(cache)
         elif cu_seqlens is not None:
             self._pack(cu_seqlens)
+        self.positions: Int[Tensor, "b s"] = self._local(self._whole_positions)
+        """Position of each token in its document; (1, S) if each row is a single document."""
+
+    def _local(self, x_BT: Tensor) -> Tensor:
+        return x_BT if self.context is None else self.context.local(x_BT)
+
+    @property
+    def indices(self) -> Int[Tensor, " s"]:
+        """Index of each token among the keys of its row."""
+        if self.context is not None:
+            return self.context.indices(self.num_keys, self.device)
+        return torch.arange(self.start, self.start + self.length, device=self.device)
+
+    def runs(self) -> list[tuple[slice, int]]:
+        """Return the runs of tokens that lie one after the other among the keys: their numbers, and
+        the index of the first."""
+        if self.context is None:
+            return [(slice(None), self.start)]
+        half = self.length // 2
+        of_keys = self.context.slices(self.num_keys)
+        return [
+            (slice(number * half, (number + 1) * half), keys.start)
+            for number, keys in enumerate(of_keys)
+        ]
 
     def _append_to(self, cache: KeyValueCache) -> None:
         if torch.is_grad_enabled():
@@ -114,45 +158,47 @@ class SequenceLayout:
             )
         self.start = cache.length
         cache.length += self.length
-        self.positions = self.positions + self.start
+        self.num_keys = cache.length
+        self._whole_positions = self._whole_positions + self.start
         if cache.padding_B is not None:
             self.padding_B = cache.padding_B.to(self.device)
-            place_BS = self.positions - self.padding_B.unsqueeze(1)
-            self.positions = place_BS.clamp(min=0)
+            place_BS = self._whole_positions - self.padding_B.unsqueeze(1)
+            self._whole_positions = place_BS.clamp(min=0)
             if self.start < cache.most_padding:  # on a GPU the values are waited for
                 self.padding = Padding.at(place_BS < 0, self.device)
 
     def _pack(self, cu_seqlens: Tensor) -> None:
-        check_boundaries(cu_seqlens, self.batch * self.length)
-        rows = torch.arange(0, self.batch * self.length + 1, max(self.length, 1), device="cpu")
+        length = self.num_keys
+        check_boundaries(cu_seqlens, self.batch * length)
+        rows = torch.arange(0, self.batch * length + 1, max(length, 1), device="cpu")
         bounds = read(cu_seqlens, Read.BOUNDS).long()
         bounds = to_device(torch.cat((bounds, rows)).unique(), self.device)
         starts = bounds[:-1]
         if len(starts) > self.batch:
             self.cu_seqlens = bounds
-            token_T = torch.arange(self.batch * self.length, device=self.device)
+            token_T = torch.arange(self.batch * length, device=self.device)
             document_T = torch.searchsorted(starts, token_T, right=True) - 1
-            self.positions = (token_T - starts[document_T]).view(self.batch, self.length)
-            self.documents = document_T.view(self.batch, self.length)
+            self._whole_positions = (token_T - starts[document_T]).view(self.batch, length)
+            self.documents = document_T.view(self.batch, length)
 
-    def with_padding(self, padding_BS: Bool[Tensor, "b s"] | None) -> SequenceLayout:
-        """Return the same layout, with the same masks and tables, where `padding_BS` is True at
-        positions that hold no token.
+    def with_padding(self, padding_BT: Bool[Tensor, "b t"] | None) -> SequenceLayout:
+        """Return the same layout, with the same masks and tables, where `padding_BT`, of whole
+        sequences, is True at positions that hold no token.
 
         Experts and their balance leave these out. Attention does not: a token attends to earlier
         tokens, and padding comes last or is a document by itself. The values are read on the host.
-        Raises ValueError if the shape is not (B, S).
+        Raises ValueError if the shape is not that of the sequences.
         """
-        shape = (self.batch, self.length)
-        if padding_BS is not None and tuple(padding_BS.shape) != shape:
+        shape = (self.batch, self.num_keys)
+        if padding_BT is not None and tuple(padding_BT.shape) != shape:
             raise ValueError(
-                f"padding_BS has shape {tuple(padding_BS.shape)}: it must be {shape}, like the "
+                f"padding_BS has shape {tuple(padding_BT.shape)}: it must be {shape}, like the "
                 "tokens'"
             )
-        if padding_BS is None or not padding_BS.any():
+        if padding_BT is None or not padding_BT.any():
             return self
         layout = copy.copy(self)
-        layout.padding = Padding.at(padding_BS, self.device)
+        layout.padding = Padding.at(padding_BT, self.device, self.context)
         return layout
 
     def forget(self) -> None:
@@ -163,37 +209,40 @@ class SequenceLayout:
             self._made.clear()
 
     def rotary_tables(
-        self, rotary: Rotary, dtype: torch.dtype
+        self, rotary: Rotary, dtype: torch.dtype, *, of_keys: bool = False
     ) -> tuple[Float[Tensor, "b s p"], Float[Tensor, "b s p"]]:
-        """Return cosines and sines for this rotary embedding, in fp32 or wider."""
+        """Return cosines and sines for this rotary embedding, in fp32 or wider, of the tokens, or
+        with a context also `of_keys` (B, T, P)."""
         wide = torch.promote_types(dtype, torch.float32)
 
         def make() -> tuple[Tensor, Tensor]:
-            cos_BSP, sin_BSP = rotary.tables(self.positions)
+            cos_BSP, sin_BSP = rotary.tables(self._whole_positions if of_keys else self.positions)
             return cos_BSP.to(wide), sin_BSP.to(wide)
 
-        return self._once(("rotary", rotary, wide), make)
+        return self._once(("rotary", rotary, wide, of_keys), make)
 
     def is_plain(self, window: int | None) -> bool:
-        """Tell whether every token attends to all earlier tokens of its row."""
-        return not self._rows_differ() and self.start == 0 and self._effective(window) is None
+        """Tell whether the keys are the tokens, and every token attends to all earlier tokens of
+        its row."""
+        are_the_tokens = self.start == 0 and self.context is None
+        return are_the_tokens and not self._rows_differ() and self._effective(window) is None
 
     def _rows_differ(self) -> bool:
         """Tell whether the rows of the batch have different masks."""
         return self.documents is not None or self.padding_B is not None
 
     def first_keys(self, window: int | None) -> Int[Tensor, "#b s"] | None:
-        """Return the first of the tokens to which each token attends, itself being the last, or S
-        at positions that hold no token; without a cache. None if each is the first of its row."""
+        """Return the first of the keys to which each token attends, itself being the last, or T at
+        positions that hold no token; without a cache. None if each is the first of its row."""
         if self.padding is None and self.is_plain(window):
             return None
-        token_S = torch.arange(self.length, device=self.device)
+        token_S = self.indices
         first_BS = token_S - self.positions
         if window is not None:
             first_BS = torch.maximum(first_BS, token_S - window + 1)
         if self.padding is not None:
             mask_BS = self.padding.mask_T.view(self.batch, self.length)
-            first_BS = first_BS.masked_fill(mask_BS, self.length)
+            first_BS = first_BS.masked_fill(mask_BS, self.num_keys)
         return first_BS
 
     def mask(self, window: int | None) -> Bool[Tensor, "b 1 s t"]:
@@ -202,10 +251,10 @@ class SequenceLayout:
         window = self._effective(window)
 
         def make() -> Tensor:
-            key_T = torch.arange(self.start + self.length, device=self.device)
+            key_T = torch.arange(self.num_keys, device=self.device)
             batch_B = torch.arange(self.batch if self._rows_differ() else 1, device=self.device)
             visible_BST = self._sees(window)(
-                batch_B[:, None, None], 0, key_T[self.start :, None], key_T
+                batch_B[:, None, None], 0, self.indices[:, None], key_T
             )
             mask_BST = F.pad(visible_BST.expand(len(batch_B), -1, -1), (1, 0, 1, 0))
             mask_BST[..., 0] = True
@@ -219,18 +268,19 @@ class SequenceLayout:
 
         def make() -> BlockMask:
             create = for_device(create_block_mask, self.device)
-            batch = self.batch if self._rows_differ() else None
+            batch, sizes = self.batch if self._rows_differ() else None, (self.length, self.num_keys)
+            sees = self._sees(window)
+            if self.context is not None:
+                sees = _of_tokens(sees, self.indices)
             with torch.no_grad():  # so that it is not compiled with gradients and without
-                return create(
-                    self._sees(window), batch, None, self.length, self.length, device=self.device
-                )
+                return create(sees, batch, None, *sizes, device=self.device)
 
         return self._once(("blocks", window), make)
 
     def _sees(self, window: int | None) -> Callable[..., Tensor]:
-        """Return flex attention's predicate of (batch, head, query, key). It consists of lambdas,
-        because flex attention counts the arguments, which the wrapper of a type-checked function
-        would hide.
+        """Return flex attention's predicate of (batch, head, query, key), where a query is the
+        index of a token among the keys. It consists of lambdas, because flex attention counts the
+        arguments, which the wrapper of a type-checked function would hide.
 
         A padding slot attends only to itself, so that its output is finite, and no other slot
         attends to it."""
@@ -248,12 +298,18 @@ class SequenceLayout:
         return or_masks(and_masks(*rules), lambda batch, head, query, key: key == query)
 
     def _effective(self, window: int | None) -> int | None:
-        return None if window is None or window >= self.start + self.length else window
+        return None if window is None or window >= self.num_keys else window
 
     def _once(self, key: Any, make: Callable[[], Made]) -> Made:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+def _of_tokens(sees: Callable[..., Tensor], index_S: Tensor) -> Callable[..., Tensor]:
+    """Return the predicate of queries that are numbers of tokens, with these indices among the
+    keys."""
+    return lambda batch, head, query, key: sees(batch, head, index_S[query], key)
 
 
 def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:

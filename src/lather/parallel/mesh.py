@@ -1,15 +1,15 @@
-"""The mesh of pipeline, data and expert ranks, and the process groups of its axes.
+"""The mesh of pipeline, data, context and expert ranks, and the process groups of its axes.
 
-rank = (pp_rank * dp + dp_rank) * ep + ep_rank, so that expert ranks, which communicate most, are
-neighbors. Every (dp, ep) coordinate is a *data rank*: it has its own sequences, which all ranks of
-its pipeline share. Routed experts are divided over ep and sharded over dp; all other parameters are
-sharded over data = dp x ep. With `replicas` > 1 (HSDP) dp is divided into that many replicas, each
-of which holds a complete sharded copy: parameters are then gathered within a replica, at the cost
-of that many times the memory.
+rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * ep + ep_rank, so that expert ranks, which
+communicate most, are neighbors. Every (dp, ep) coordinate is a *data rank*: it has its own
+sequences, which all ranks of its pipeline share, and of which each of its context ranks has slices.
+Routed experts are divided over ep and sharded over dp x cp; all other parameters are sharded over
+data = dp x cp x ep. With `replicas` > 1 (HSDP) dp is divided into that many replicas, each of which
+holds a complete sharded copy: parameters are then gathered within a replica, at the cost of that
+many times the memory.
 
-Axes that divide the same ranks in another way (dp x ep as one, or dp in two) are further
-DeviceMeshes over them. Context and tensor parallelism would be two more axes between dp and ep;
-they do not exist yet.
+Axes that divide the same ranks in another way (dp x cp x ep as one, or dp in two) are further
+DeviceMeshes over them. Tensor parallelism would be one more axis beside ep; it does not exist yet.
 
 Inside a step ranks wait for each other at most `parallel.timeout`. While one rank works for all,
 the others wait in `control_group`."""
@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lather.device import gpu_module, is_gpu
+from lather.models.context import Context
+from lather.parallel.context_ranks import ContextRanks
 from lather.torch_private import host_backend, set_timeout
 
 if TYPE_CHECKING:
@@ -43,13 +45,15 @@ class Mesh:
     pp: int
     """Pipeline ranks."""
     dp: int
-    """All ranks / (pp * ep), so that there are dp * ep data ranks."""
+    """All ranks / (pp * cp * ep), so that there are dp * ep data ranks."""
     ep: int
     """Expert ranks."""
     replicas: int
     """Replicas within dp, each with a complete sharded copy; 1: plain FSDP."""
     rank: int
     device: torch.device
+    cp: int = 1
+    """Context ranks."""
     pp_group: dist.ProcessGroup | None = None
     neighbor_groups: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
     """On a GPU, by pipeline rank: this rank and a neighbor in the pipeline, for their transfers
@@ -59,8 +63,10 @@ class Mesh:
     sizes_group: dist.ProcessGroup | None = None
     """A second group of the ranks of `ep_group`, on CUDA only: NCCL executes the operations of one
     group in order, and row counts, for which the host waits, must not queue behind rows."""
+    cp_group: dist.ProcessGroup | None = None
+    """The ranks that have slices of the same sequences; None without context parallelism."""
     data_group: dist.ProcessGroup | None = None
-    """The data ranks of one pipeline rank: dp x ep."""
+    """The ranks of one pipeline rank: dp x cp x ep."""
     control_group: dist.ProcessGroup | None = None
     """All ranks, over gloo on any device, with `CONTROL_TIMEOUT`: for Python objects, for errors,
     and for work that one rank does for all."""
@@ -70,27 +76,39 @@ class Mesh:
     dense_mesh: DeviceMesh | None = None
     """Over data, for parameters other than routed experts: one axis, or ("replicate", "shard")."""
     expert_mesh: DeviceMesh | None = None
-    """Over dp, for routed experts: one axis, or ("replicate", "shard")."""
+    """Over dp x cp, for routed experts: one axis, or ("replicate", "shard")."""
 
     @property
     def size(self) -> int:
-        return self.pp * self.dp * self.ep
+        return self.pp * self.dp * self.cp * self.ep
 
     @property
     def pp_rank(self) -> int:
-        return self.rank // (self.dp * self.ep)
+        return self.rank // (self.dp * self.cp * self.ep)
 
     @property
     def ep_rank(self) -> int:
         return self.rank % self.ep
 
     @property
+    def cp_rank(self) -> int:
+        return self.rank // self.ep % self.cp
+
+    @property
     def data_rank(self) -> int:
-        return self.rank % self.data_size
+        """The number of this rank's sequences among those of all `data_size` data ranks."""
+        return self.rank // (self.cp * self.ep) % self.dp * self.ep + self.ep_rank
 
     @property
     def data_size(self) -> int:
         return self.dp * self.ep
+
+    @property
+    def context(self) -> Context | None:
+        """This rank's slices of its sequences; None: it has them whole."""
+        if self.cp == 1:
+            return None
+        return ContextRanks(self.cp_rank, self.cp, self.cp_group)
 
     @classmethod
     def single(cls, device: torch.device) -> Mesh:
@@ -112,11 +130,11 @@ class Mesh:
         if world_size == 1:
             return cls.single(device)
         pp, ep, timeout = config.pp, config.ep, timedelta(seconds=config.timeout)
-        grid, data, dense, expert = _device_meshes(config, dp, device)
+        grid, data, dense, expert, *context = _device_meshes(config, dp, device)
         sizes_group = dist.new_subgroups(ep)[0] if ep > 1 and is_gpu(device) else None
         groups = [
             group
-            for device_mesh in (grid, data, dense, expert)
+            for device_mesh in (grid, data, dense, expert, *context)
             for group in device_mesh.get_all_groups()
         ]
         groups += [sizes_group] if sizes_group else []
@@ -131,6 +149,8 @@ class Mesh:
             replicas=config.replicas,
             rank=dist.get_rank(),
             device=device,
+            cp=config.cp,
+            cp_group=context[0].get_group() if context else None,
             pp_group=grid.get_group("pp"),
             neighbor_groups=neighbor_groups,
             ep_group=grid.get_group("ep"),
@@ -144,30 +164,33 @@ class Mesh:
 
     def describe(self) -> str:
         """Return a text such as "8 ranks: 2 pipeline x 2 data x 2 expert"."""
+        context = f" x {self.cp} context" if self.cp > 1 else ""
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
-        return f"{ranks}: {self.pp} pipeline x {self.dp} data x {self.ep} expert{replicas}"
+        return f"{ranks}: {self.pp} pipeline x {self.dp} data{context} x {self.ep} expert{replicas}"
 
 
 def _device_meshes(
     config: ParallelConfig, dp: int, device: torch.device
-) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh, DeviceMesh]:
-    """Make the device meshes (pp, dp, ep) and (pp, data); return them, and the parts of this rank
-    for dense parameters and for experts. Collective over all ranks."""
-    pp, ep, replicas = config.pp, config.ep, config.replicas
+) -> tuple[DeviceMesh, ...]:
+    """Make the device meshes (pp, dp x cp, ep) and (pp, data); return them, the parts of this rank
+    for dense parameters and for experts, and its context ranks, if there are several. Collective
+    over all ranks."""
+    pp, cp, ep, replicas = config.pp, config.cp, config.ep, config.replicas
 
     def mesh(names: tuple[str, ...], *sizes: int) -> DeviceMesh:
-        ranks = torch.arange(pp * dp * ep).view(sizes)
+        ranks = torch.arange(pp * dp * cp * ep).view(sizes)
         return DeviceMesh(device.type, ranks, mesh_dim_names=names)
 
-    grid = mesh(("pp", "dp", "ep"), pp, dp, ep)
-    data = mesh(("pp", "data"), pp, dp * ep)
+    grid = mesh(("pp", "shard", "ep"), pp, dp * cp, ep)
+    data = mesh(("pp", "data"), pp, dp * cp * ep)
+    context = [mesh(("outer", "cp", "ep"), pp * dp, cp, ep)["cp"]] if cp > 1 else []
     if replicas == 1:
-        return grid, data, data["data"], grid["dp"]
+        return grid, data, data["data"], grid["shard"], *context
     two = ("replicate", "shard")
-    dense = mesh(("pp", *two), pp, replicas, dp // replicas * ep)[two]
-    expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas, ep)[two]
-    return grid, data, dense, expert
+    dense = mesh(("pp", *two), pp, replicas, dp // replicas * cp * ep)[two]
+    expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas * cp, ep)[two]
+    return grid, data, dense, expert, *context
 
 
 def _neighbor_groups(
