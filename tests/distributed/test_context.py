@@ -17,6 +17,7 @@ def test_two_context_ranks_have_the_loss_and_gradients_of_one_process() -> None:
             Case(cp=2, length=12, family="qwen3_moe", schedule="sequential", poison=True),
             Case(cp=2, length=12, family="llama", gather="block"),
             Case(cp=2, length=12, **SINKS),
+            Case(cp=2, length=16, family="qwen3_next"),
             Case(cp=2, length=8, memory="reference"),
             Case(cp=2, length=8, recompute=ALL, memory="recompute", z_loss=0.1),
             Case(cp=2, length=8, balance_level="global_batch", lopsided=True),
@@ -41,5 +42,6 @@ def test_four_context_ranks_have_the_loss_and_gradients_of_one_process() -> None
             Case(cp=2, pp=2, length=8, family="deepseek_v3", changes=two, gather="block"),
             Case(cp=2, length=8, memory="recompute"),
             Case(cp=2, replicas=2, length=8, family="qwen3_moe"),
+            Case(cp=2, ep=2, length=16, family="qwen3_next", recompute=ALL),
         ],
     )

@@ -34,21 +34,28 @@ TWO_RANKS = [
     Case(**COMMON, ep=2, num_micro_batches=SEQUENCES // 2, schedule="sequential"),
     Case(**COMMON, num_micro_batches=SEQUENCES // 2),
     Case(**COMMON, **MTP, num_micro_batches=SEQUENCES // 2, schedule="sequential"),
+    Case(**COMMON, cp=2, length=8, num_micro_batches=SEQUENCES),
+    Case(**COMMON, cp=2, length=12, num_micro_batches=SEQUENCES, family="gpt_oss", recompute=ALL),
+    Case(**COMMON, **MTP, cp=2, length=8, num_micro_batches=SEQUENCES),
 ]
 FOUR_RANKS = [
+    Case(**COMMON, cp=4, length=8, num_micro_batches=SEQUENCES),
+    Case(**COMMON, cp=4, length=16, num_micro_batches=SEQUENCES, family="qwen3_moe"),
+    Case(**COMMON, **MTP, cp=2, ep=2, length=8, num_micro_batches=SEQUENCES // 2),
+    Case(**COMMON, cp=2, pp=2, length=8, num_micro_batches=SEQUENCES),
     Case(**COMMON, pp=2, ep=2, num_micro_batches=SEQUENCES // 2),
     Case(**COMMON, **MTP, pp=2, ep=2, num_micro_batches=SEQUENCES // 2),
 ]
 
 
-def batch(tokens_of_row: list[int]) -> Batch:
+def batch(tokens_of_row: list[int], length: int = LENGTH) -> Batch:
     """Draw a global batch whose rows have so many tokens, in two documents, of which a row's first
     tokens are not learned."""
     generator = torch.Generator().manual_seed(7)
-    place_S, lengths_B = torch.arange(LENGTH), torch.tensor(tokens_of_row)
+    place_S, lengths_B = torch.arange(length), torch.tensor(tokens_of_row)
     padding_BS = place_S >= lengths_B[:, None]
-    inputs_BS = torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
-    labels_BS = torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
+    inputs_BS = torch.randint(VOCABULARY, (SEQUENCES, length), generator=generator)
+    labels_BS = torch.randint(VOCABULARY, (SEQUENCES, length), generator=generator)
     unlearned_BS = place_S < (torch.arange(SEQUENCES) % 4)[:, None]
     return Batch(
         inputs_BS.masked_fill(padding_BS, 0),
@@ -81,7 +88,7 @@ def errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, flo
     for case in cases:
         pair = make_pair(case)
         for name, lengths in BATCHES.items():
-            whole = batch(lengths)
+            whole = batch(lengths, case.length)
             result = pair.engine.launch_gradients(share_of(pair, whole)).read()[0]
             loss, mtp_loss, balance, counts_LE = plain_pass(pair, whole)
             assert result.tokens == whole.num_labels
@@ -139,7 +146,9 @@ def num_predicted(whole: Batch, depth: int) -> int:
     ids=["one rank", "two ranks", "four ranks"],
 )
 def test_ranks_have_what_one_process_has_that_sees_the_whole_batch(cases: list[Case]) -> None:
-    by_rank = run_ranks(errors, max(case.pp * case.ep * case.replicas for case in cases), cases)
+    by_rank = run_ranks(
+        errors, max(case.pp * case.cp * case.ep * case.replicas for case in cases), cases
+    )
     found = [one for of_rank in by_rank for one in of_rank]
     wrong = [f"{name}: {error:.1e}" for name, error in found if not error < 1e-12]
     assert not wrong, "\n".join(wrong)

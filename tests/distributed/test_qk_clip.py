@@ -25,6 +25,8 @@ CASES = [
     Case(pp=2, ep=2, recompute=("attention",), changes={"q_lora_rank": 9}),
     Case(replicas=2, layers=2),
     Case(family="gpt_oss", layers=2, poison=True),
+    Case(cp=2, layers=2, length=8),
+    Case(cp=4, family="gpt_oss", layers=2, length=16, num_micro_batches=4),
 ]
 
 

@@ -285,9 +285,7 @@ class ParallelConfig:
                 f"multiple, or change {' or '.join(names)}"
             )
         if dp % self.replicas:
-            divided = "".join(
-                f" / {name} {size}" for name, size in zip(names, sizes, strict=True)
-            )
+            divided = "".join(f" / {name} {size}" for name, size in zip(names, sizes, strict=True))
             raise ConfigError(
                 f"parallel.replicas = {self.replicas} does not divide dp = {dp} "
                 f"({world_size} ranks{divided}): change it, or the number of ranks"
@@ -339,6 +337,9 @@ class Config:
         require(vocab_size >= 257, "model.vocab_size", vocab_size, constraint)
         length, constraint = self.train.sequence_length, "at most model.max_position_embeddings"
         require(length <= longest, "train.sequence_length", length, f"{constraint} ({longest})")
+        cp = self.parallel.cp
+        constraint = f"a multiple of 2 * parallel.cp = {2 * cp}, so that every rank has two slices"
+        require(cp == 1 or length % (2 * cp) == 0, "train.sequence_length", length, constraint)
         ep, num_experts = self.parallel.ep, self.model.num_routed_experts
         constraint = f"a divisor of the {num_experts} routed experts"
         if not num_experts:

@@ -196,15 +196,7 @@ NAMES = (
         ),
     ),
     Name(
-        "",
-        (
-            "cp cp_size context_parallel context_parallel_size context_parallel_degree "
-            "ring_attention sequence_parallel_size"
-        ),
-        (
-            "the trainer has no context parallelism: a sequence is on one rank; shorten "
-            "train.sequence_length, or recompute with train.recompute"
-        ),
+        "parallel.cp", "cp cp_size context_parallel context_parallel_size context_parallel_degree"
     ),
     Name(
         "",
@@ -214,8 +206,9 @@ NAMES = (
             "zero_stage deepspeed zero_optimization"
         ),
         (
-            "data ranks are all ranks that remain, ranks / (parallel.pp * parallel.ep): there is "
-            "no field for them, and parameters are always sharded over them (FSDP2)"
+            "data ranks are all ranks that remain, ranks / (parallel.pp * parallel.cp * "
+            "parallel.ep): there is no field for them, and parameters are always sharded over them "
+            "(FSDP2)"
         ),
     ),
     Name("offload", "cpu_offload offload_optimizer offload_optimizer_state optimizer_offload"),

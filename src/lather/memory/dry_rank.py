@@ -296,6 +296,7 @@ def dry_rank(
     data_size = config.parallel.data_ranks(world_size)
     number = config.num_micro_batches(data_size)
     num_tokens = config.train.sequence_length * config.train.batch_size // data_size
+    num_tokens //= config.parallel.cp
     config = shortened(config, world_size)
     tally = WorkTally(number / config.num_micro_batches(data_size))
     load = Load(config, num_tokens // number, assumed.imbalance)
@@ -308,7 +309,8 @@ def dry_rank(
             "parameters", [local(x) for x in (*engine.part.parameters(), *engine.part.buffers())]
         )
         batch = batch_of(config, config.train.batch_size // data_size, engine.micro_batch_size)
-        yield DryRank(engine, mode, batch, num_tokens - batch.inputs_BS.numel())
+        present = batch.inputs_BS.numel() // config.parallel.cp
+        yield DryRank(engine, mode, batch, num_tokens - present)
 
 
 @contextmanager

@@ -7,6 +7,9 @@ multiplied by SiLU of a gate z. (`lather.kernels.gated_delta_rule` has the rule.
 Autograd keeps the outputs of the projections and of the rule. Backward computes the convolution,
 decays, rates, the gated output, and the rule within chunks again.
 
+Under context parallelism every rank gathers what the projections give for all tokens, runs the rule
+over whole sequences, and keeps its own positions, so that it repeats the others' work in the rule.
+
 Letters: B sequences, S positions, D hidden size, G key heads, H value heads (a multiple of G), K
 width of a head's query and key, V width of a head's value, C = 2 G K + H V channels of the
 convolution, W its width.
@@ -14,6 +17,7 @@ convolution, W its width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +29,7 @@ from lather.kernels.backend import wide_dtype
 from lather.kernels.gated_delta_rule import Documents, gated_delta_rule
 from lather.kernels.inputs_only import saving_inputs_only
 from lather.kernels.rms_norm import rms_norm
+from lather.models.context import Context
 from lather.models.layers import Linear, RMSNorm, project
 from lather.models.saving.recomputed import NO_RECOMPUTATION, Recomputation
 from lather.models.token_positions import SequenceLayout
@@ -110,7 +115,9 @@ class GatedDeltaNet(nn.Module):
                 x_BSD = layout.padding.fill(x_BSD.flatten(0, 1), 0).view_as(x_BSD)
             earlier_BWC, state = cache.state_of(self) or (None, None)
         projected = project(x_BSD, *(self.get_submodule(name) for name in self.projections))
-        heads_of = partial(self.heads, layout.documents, earlier_BWC)
+        heads_of: Callable[..., Heads] = partial(self.heads, layout.documents, earlier_BWC)
+        if layout.context is not None:
+            heads_of = partial(_of_all_ranks, layout.context, heads_of)
         heads = heads_of(*projected)
         recomputation.add(heads, heads_of, *projected)
         documents = None
@@ -120,6 +127,8 @@ class GatedDeltaNet(nn.Module):
         if cache is not None:
             assert state is not None
             cache.set_state(self, self._last_inputs(earlier_BWC, projected), state)
+        if layout.context is not None:
+            out_BSHV = layout.context.local(out_BSHV)
         gated = self.gated(out_BSHV, *projected)
         recomputation.add(gated, self.gated, out_BSHV, *projected)
         return self.out_proj(*gated)
@@ -193,6 +202,11 @@ class GatedDeltaNet(nn.Module):
         if earlier_BWC is not None:
             inputs_BSC = torch.cat((earlier_BWC, inputs_BSC), dim=1)
         return F.pad(inputs_BSC, (0, 0, missing, 0))[:, inputs_BSC.shape[1] :]
+
+
+def _of_all_ranks(context: Context, function: Callable[..., Heads], *local: Tensor) -> Heads:
+    """Return the function's results for these tensors of all context ranks."""
+    return function(*context.gather(local))
 
 
 def convolution(

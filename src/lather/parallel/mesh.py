@@ -170,9 +170,7 @@ class Mesh:
         return f"{ranks}: {self.pp} pipeline x {self.dp} data{context} x {self.ep} expert{replicas}"
 
 
-def _device_meshes(
-    config: ParallelConfig, dp: int, device: torch.device
-) -> tuple[DeviceMesh, ...]:
+def _device_meshes(config: ParallelConfig, dp: int, device: torch.device) -> tuple[DeviceMesh, ...]:
     """Make the device meshes (pp, dp x cp, ep) and (pp, data); return them, the parts of this rank
     for dense parameters and for experts, and its context ranks, if there are several. Collective
     over all ranks."""
