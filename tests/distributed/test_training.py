@@ -77,11 +77,13 @@ MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "ep2 everything": ("everything", {"ep": 2, "poison": True}),
         "pp2 soap": ("soap", {"pp": 2}),
         "ep2 muon": ("muon", {"ep": 2}),
+        "cp2 everything": ("everything", {"cp": 2, "poison": True}),
         "pp2 soap_muon": ("soap_muon", {"pp": 2}),
         "pp2 async klsoap": ("async klsoap", {"pp": 2}),
     },
     4: {
         "dp4": ("plain", {}),
+        "cp2 pp2 muon": ("muon", {"cp": 2, "pp": 2}),
         "pp2 ep2 everything": ("everything", {"pp": 2, "ep": 2, "poison": True}),
     },
 }
@@ -106,7 +108,10 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         found[name] = (outcome.finished, outcome.step, outcome.checkpoint.name)
     if world_size == 2:
         found["stopped"] = start(
-            config_of(folder, "moved", EVERYTHING, {"parallel": {"pp": 2}}), stop_after=rank * 3
+            config_of(folder, "moved", EVERYTHING, {"parallel": {"pp": 2}}), stop_after=rank * 2
+        ).step
+        found["stopped again"] = start(
+            config_of(folder, "moved", EVERYTHING, {"parallel": {"cp": 2}}), stop_after=rank
         ).step
         found["resumed"] = start(
             config_of(folder, "moved", EVERYTHING, {"parallel": {"ep": 2}})
@@ -278,7 +283,8 @@ def test_the_rows_show_that_the_options_count(folder: Path) -> None:
 def test_a_stop_that_one_rank_is_asked_for_stops_all_and_another_mesh_goes_on(
     two: list[dict[str, Any]], folder: Path
 ) -> None:
-    assert [found["stopped"] for found in two] == [3, 3]
+    assert [found["stopped"] for found in two] == [2, 2]
+    assert [found["stopped again"] for found in two] == [3, 3]
     assert [found["resumed"] for found in two] == [4, 4]
     assert [path.name for path in list_checkpoints(folder / "moved" / "checkpoints")] == [
         "step-00000003",

@@ -177,8 +177,9 @@ def _omitted_inputs(dry: DryRank) -> list[torch.Tensor]:
     """Return what a step would hold from its start for the micro-batches that the dry run omits:
     inputs and labels, where documents are separated also positions and documents, and where there
     is padding its mask; for each depth of multi-token prediction inputs, labels and a mask."""
-    num_depths = len(dry.engine.part.mtp_layers)
-    numbers = 2 * num_depths + (2 if dry.batch.begins_BS is None else 4)
+    num_depths, cp = len(dry.engine.part.mtp_layers), dry.engine.mesh.cp
+    of_layout = 2 if cp == 1 else 1 + 2 * cp  # those of whole sequences, too
+    numbers = 2 * num_depths + 2 + (0 if dry.batch.begins_BS is None else of_layout)
     masks = num_depths + (dry.batch.padding_BS is not None)
     sizes = {torch.long: numbers, torch.bool: masks}
     return [

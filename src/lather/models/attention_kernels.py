@@ -58,6 +58,8 @@ def attend(
         and v.dtype in FLEX_DTYPES
         and min(q.shape[-1], v.shape[-1]) >= FLEX_MIN_WIDTH
     ):
+        if register is not None and layout.context is not None:  # it saves the given tensors
+            register((q, k, v), lambda x: x)
         y_BHSU = flexible_attention(q, k, v, layout.block_mask(window), scale, sinks_H)
     elif sinks_H is None:
         y_BHSU = fused_attention(q, k, v, layout.mask(window)[..., 1:, 1:], scale, register)

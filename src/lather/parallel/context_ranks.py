@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from lather.kernels.backend import wide_dtype
 from lather.models.context import Context
+from lather.parallel.expert_exchange import resize_away
 from lather.shapes import Float
 from lather.torch_private import all_gather_single
 
@@ -54,10 +55,13 @@ class _Gather(torch.autograd.Function):
         sent_BSX = torch.cat([x.flatten(2) for x in tensors], dim=-1)
         parts_CBSX = sent_BSX.new_empty(ranks.size, *sent_BSX.shape)
         all_gather_single(parts_CBSX.view(-1), sent_BSX.view(-1), group=ranks.group)
-        return tuple(
+        gathered = tuple(
             in_order(part).view(*sent_BSX.shape[:1], -1, *shape)
             for part, shape in zip(_split(parts_CBSX, ctx.shapes), ctx.shapes, strict=True)
         )
+        resize_away(sent_BSX)
+        resize_away(parts_CBSX)
+        return gathered
 
     @staticmethod
     @once_differentiable
@@ -71,6 +75,8 @@ class _Gather(torch.autograd.Function):
         total_BSX = first.to(wide_dtype(first))
         for part_BSX in others:
             total_BSX = total_BSX + part_BSX
+        resize_away(sent_CBSX)
+        resize_away(received_CBSX)
         parts = _split(total_BSX.to(grad_BTX.dtype), ctx.shapes)
         return None, *(
             part.reshape(*part.shape[:2], *shape)
