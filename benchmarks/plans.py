@@ -37,6 +37,11 @@ SMALLER, BF16, INT8, EARLY, BLOCK = (
     "--parallel.schedule-memory least",
     "--parallel.gather block",
 )
+LONG_QWEN3 = (
+    "configs/qwen3-30b-a3b.toml --world 16 --parallel.cp 8 --parallel.ep 2 --train.batch-size 2 "
+    "--model.max-position-embeddings 131072"
+)
+LONG_LITE = "configs/deepseek-v2-lite.toml --world 8 --parallel.cp 8 --train.batch-size 1"
 ALL = "attention experts shared_experts"
 ATTENTION = f"{BLOCK} --train.micro-batch-size 1 --train.recompute attention"
 ROUNDED, WEIGHTS, GRADIENTS = (
@@ -110,6 +115,8 @@ PLANS = {
     "qwen3-30b-a3b-8-ep8-soap-smaller": f"{QWEN3_NODE} --optim.name soap {SMALLER}",
     "qwen3-0.6b-1-muon": "configs/qwen3-0.6b.toml --world 1",
     "llama-3.2-1b-1-muon": "configs/llama-3.2-1b.toml --world 1",
+    "qwen3-30b-a3b-16-cp8-ep2-131k": f"{LONG_QWEN3} --train.sequence-length 131072",
+    "deepseek-v2-lite-8-cp8-65k": f"{LONG_LITE} --train.sequence-length 65536",
     "olmoe-1b-7b-8-ep8-muon": "configs/olmoe-1b-7b.toml --world 8 --parallel.ep 8",
     "mixtral-8x7b-16-pp2-ep8-muon": (
         "configs/mixtral-8x7b.toml --world 16 --parallel.pp 2 --parallel.ep 8"

@@ -191,6 +191,7 @@ QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange 
     r"percent of the error of (\w+) in (\w+)": lambda path, kind, form: (
         100 * _format_error(path, kind, form, "error")
     ),
+    r"GiB sent to context ranks": lambda path: _gib(path, lambda plan: plan["ranks"][0]["context"]),
     r"GiB that a rank needs": lambda path: _gib(path, lambda plan: plan["needed"]),
     r"GiB at the peak": lambda path: _gib(
         path, lambda plan: max(rank["peak"] for rank in plan["ranks"])

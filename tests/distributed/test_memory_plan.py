@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from planned_runs import counted_run, planned_rank, run_config, sizes_of_units
+from planned_runs import SEQUENCES, counted_run, planned_rank, run_config, sizes_of_units
 from ranks import run_ranks
 
 from lather.config.config import Config
@@ -76,8 +76,12 @@ def test_context_ranks_divide_the_activations() -> None:
     most = []
     for size in (1, 2, 4):
         config = run_config("adamw", precision="bf16", length=length, parallel={"cp": size})
-        largest = plan(config, size, Assumed("gpu")).largest.largest
-        most.append(largest.of_kind("activations").max())
+        planned = plan(config, size, Assumed("gpu"))
+        most.append(planned.largest.largest.of_kind("activations").max())
+        # latent and rotary key of each token in bf16, gathered forward and again backward, and
+        # their gradients, to and from each of the others, for all sequences in four layers
+        sent = 3 * (size - 1) * SEQUENCES * length // size * (32 + 16) * 2 * 4
+        assert planned.work.context == sent
     # keys and values, their gradients, the latent and the rotary key, of two sequences in bf16
     of_layer = 2 * length * (2 * 4 * (48 + 32) + 2 * (32 + 16)) * 2
     for size, of_rank in zip((2, 4), most[1:], strict=True):

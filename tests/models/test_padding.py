@@ -30,7 +30,7 @@ def router(level: str = "micro_batch", *, seed: int = 0, **options: object) -> R
 def padding_of(*tokens_of_row: int, length: int) -> Padding:
     """Padding after so many tokens of each row."""
     mask_BS = torch.arange(length) >= torch.tensor(tokens_of_row)[:, None]
-    return Padding(mask_BS.flatten(), sum(tokens_of_row))
+    return Padding.at(mask_BS, mask_BS.device)
 
 
 @pytest.mark.parametrize("num_padding", [0, 16, 32, 96])

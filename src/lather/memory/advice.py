@@ -1,12 +1,13 @@
 """Plans settings, at most ten from a ladder, with which a run fits into its devices.
 
 The ladder has rungs, in the order in which an engineer would climb it: another mesh, if experts are
-not shared among ranks yet; parameters gathered block by block, and fewer activations; another order
-or partition of a pipeline; a smaller state of the same rule; weights and sums of gradients in bf16;
-state in the host's memory; rows of the state on every rank; the rule with the least state; more
-pipeline ranks; twice as many ranks. If fewer activations cannot suffice, the smaller state, weights
-and gradients come first. The settings of a rung, three at most, are planned at the same time, on
-top of what helped on the rungs below. The first rung with a setting that fits is the last.
+not shared among ranks yet; parameters gathered block by block, and fewer activations; long
+sequences divided among context ranks; another order or partition of a pipeline; a smaller state of
+the same rule; weights and sums of gradients in bf16; state in the host's memory; rows of the state
+on every rank; the rule with the least state; more pipeline ranks; twice as many ranks. If fewer
+activations cannot suffice, the smaller state, weights and gradients come first. The settings of a
+rung, three at most, are planned at the same time, on top of what helped on the rungs below. The
+first rung with a setting that fits is the last.
 
 Every size is that of a whole plan (`lather.memory.plan`), and so are flops and bytes sent. To order
 settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`, `BUS`), which
@@ -45,6 +46,8 @@ REACH = 0.7
 save at most. It decides the order of the rungs alone."""
 HELPS = 0.99
 """Largest fraction of the bytes with which a setting counts as a help to build upon."""
+LONG = 8192
+"""Length from which on sequences are divided among context ranks."""
 LEANEST_RULE = "muon"
 """The rule with the least state."""
 OF_ANY_RULE = ("optim.state_dtype", "optim.weight_rounding", "optim.offload")
@@ -173,16 +176,16 @@ class _Ladder:
         """Yield the rungs; each returns its settings, as changes of `best`."""
         fits = self.present.needed <= self.memory
         mesh, world = self.config.parallel, self.present.world_size
-        has_data_ranks_alone = mesh.pp == mesh.ep == 1 < world
+        has_data_ranks_alone = mesh.pp == mesh.cp == mesh.ep == 1 < world
         are_near = are_on_machines(mesh.ep, world, self.machine)
         if fits or has_data_ranks_alone or self.has_needless_pipeline or not are_near:
             yield self.meshes
         if fits:
             return
         if self.activations_are_within_reach:
-            yield from (self.activations, self.pipelines, self.states, self.narrow)
+            yield from (self.activations, self.contexts, self.pipelines, self.states, self.narrow)
         else:
-            yield from (self.states, self.narrow, self.activations, self.pipelines)
+            yield from (self.states, self.narrow, self.activations, self.contexts, self.pipelines)
         yield from (self.offload, self.rows, self.leanest_rule)
         yield from (self.longer_pipeline, self.more_ranks)
 
@@ -255,7 +258,8 @@ class _Ladder:
         near = [ep for ep in sizes if are_on_machines(ep, world, self.machine)]
         meshes: list[Changes] = []
         for pp in dict.fromkeys((1, machines, 2 * machines)):
-            divisors = (ep for ep in near if world % (pp * ep) == 0 == experts % ep)
+            ranks = pp * self.config.parallel.cp
+            divisors = (ep for ep in near if world % (ranks * ep) == 0 == experts % ep)
             if (ep := next(divisors, None)) is not None:
                 meshes.append({"parallel.pp": pp, "parallel.ep": ep})
         return meshes[:1] if self.has_needless_pipeline else meshes
@@ -266,6 +270,12 @@ class _Ladder:
         block: Changes = {"parallel.gather": "block"} if self.gathers_stages else {}
         attention = {**block, "train.micro_batch_size": 1, "train.recompute": ("attention",)}
         return [*([block] if block else []), attention, {**attention, "moe.memory": "recompute"}]
+
+    def contexts(self) -> list[Changes]:
+        """Long sequences divided among more context ranks, which leaves fewer data ranks."""
+        parallel, length = self.best.config.parallel, self.best.config.train.sequence_length
+        sizes = [times * parallel.cp for times in (2, 4)] if length >= LONG else []
+        return [{"parallel.cp": size} for size in sizes]
 
     def pipelines(self) -> list[Changes]:
         """Weight gradients as early as they can be, if the peak waits for them; and layers assigned

@@ -35,6 +35,7 @@ from lather.memory.work import Work, WorkTally
 from lather.memory.workers import Assumed
 from lather.optim import MatrixOptimizer
 from lather.optim.batched.remainders import REMAINDER
+from lather.parallel.context_ranks import EXCHANGE
 from lather.parallel.fsdp_units import FsdpUnit
 from lather.parallel.mesh import Mesh
 from lather.pipeline.recorder import Recorder
@@ -96,6 +97,7 @@ class LedgerMode(StandInMode, Recorder):
         self.ledger.segment = innermost.removeprefix(SEGMENT)
         phases = [name for name in self._segments if name.startswith(OPTIMIZER)]
         self.tally.in_optimizer = bool(phases)
+        self.tally.in_context = EXCHANGE in self._segments
         self.tally.refreshing = any(name.endswith("refresh") for name in phases)
 
     def values_of(self, x: Tensor, what: Read) -> Tensor:

@@ -78,6 +78,8 @@ def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]
         )
     if plan.largest.gathering:
         lines.append(gathering(plan.largest, unit, scale))
+    if plan.config.parallel.cp > 1:
+        lines.append(contexts(plan.largest, *unit_of(int(_of_contexts(plan.largest)))))
     if plan.host.pinned:
         lines.append(offload(plan, min(machine, plan.world_size)))
     lines.append(checkpoint(plan))
@@ -102,6 +104,14 @@ def gathering(run: RankRun, unit: str, scale: int) -> str:
         for gather, cost in sorted(run.gathering.items(), reverse=True)
     )
     return f"gathered parameters, and gradients, of rank {run.rank}: parallel.gather {costs}"
+
+
+def contexts(run: RankRun, unit: str, scale: int) -> str:
+    """Describe what the rank sends to context ranks."""
+    return (
+        f"rank {run.rank} sends {_in(_of_contexts(run), scale)} {unit} in a step to context ranks: "
+        "keys and values, or their latents, and gradients"
+    )
 
 
 def offload(plan: MemoryPlan, num_ranks: int) -> str:
@@ -206,6 +216,7 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
         "peak": run.peak,
         "checkpoint": run.checkpoint_bytes,
         "gathering": {gather: asdict(cost) for gather, cost in run.gathering.items()},
+        **({"context": context} if (context := _of_contexts(run)) else {}),
         "host": {**asdict(run.host), "frozen": sum(work.frozen for work in run.work.values())},
         "steps": {
             name: {
@@ -217,6 +228,11 @@ def _rank_json(run: RankRun) -> dict[str, Any]:
             for name, timeline in run.steps.items()
         },
     }
+
+
+def _of_contexts(run: RankRun) -> float:
+    """Return the bytes that the rank sends to context ranks in a step."""
+    return sum(work.context for work in run.work.values())
 
 
 def first_to_last(numbers: Sequence[int]) -> str:
@@ -262,12 +278,15 @@ def show_advice(advice: Advice, console: Console) -> None:
         f"of {len(advice.tried)} planned"
     )
     sizes = ("needs GiB", "left", "flops above least")
-    prices = ("to experts, GiB", "parameters", "pipeline", "optimizer", "bubble")
+    has_contexts = any(setting.plan.work.context for setting in advice.fitting)
+    of_context = ("context",) if has_contexts else ()
+    prices = ("to experts, GiB", *of_context, "parameters", "pipeline", "optimizer", "bubble")
     table = titled_table(title, ["change"], (*sizes, *prices))
     least = min(setting.plan.work.flops for setting in advice.tried)
     for setting in advice.fitting:
         needed, work = setting.plan.needed, setting.plan.work
-        sent = (work.experts, work.parameters, work.pipeline, work.optimizer)
+        context = (work.context,) if has_contexts else ()
+        sent = (work.experts, *context, work.parameters, work.pipeline, work.optimizer)
         table.add_row(
             as_options(setting.changes) or "none",
             *(f"{size / GIB:.2f}" for size in (needed, advice.memory - needed)),

@@ -34,13 +34,15 @@ class Work:
     """Bytes of activations and gradients sent to the neighboring stages."""
     optimizer: float = 0.0
     """Bytes sent in the optimizer's step: gradients to owners, updates from them."""
+    context: float = 0.0
+    """Bytes of keys and values, or of latents, sent to context ranks, and of their gradients."""
     frozen: float = 0.0
     """Bytes of frozen weights fetched from the host's memory."""
 
     @property
     def sent(self) -> float:
         """All bytes sent to other ranks."""
-        return self.experts + self.parameters + self.pipeline + self.optimizer
+        return self.experts + self.parameters + self.pipeline + self.optimizer + self.context
 
     def __add__(self, other: Work) -> Work:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -59,6 +61,8 @@ class WorkTally:
     """Micro-batches of the run per micro-batch of the dry run."""
     in_micro_batch: bool = False
     in_optimizer: bool = False
+    in_context: bool = False
+    """Whether context ranks exchange (`lather.parallel.context_ranks`)."""
     refreshing: bool = False
     sums: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
 
@@ -74,6 +78,11 @@ class WorkTally:
         size = sent_bytes(name, args)
         if self.in_optimizer:
             self.add(Work(optimizer=size))
+        elif self.in_context:
+            if name == "alltoall_base_":  # of equal parts, of which a rank keeps its own
+                ranks = dist.ProcessGroup.unbox(args[2]).size()
+                size = size * (ranks - 1) // ranks
+            self.add(Work(context=size))
         elif name == "send":
             self.add(Work(pipeline=size))
         elif self.in_micro_batch and name.startswith("alltoall"):

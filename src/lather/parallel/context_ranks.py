@@ -19,12 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
 
 from lather.kernels.backend import wide_dtype
 from lather.models.context import Context
 from lather.parallel.expert_exchange import resize_away
 from lather.shapes import Float
 from lather.torch_private import all_gather_single
+
+EXCHANGE = "lather.context"
+"""Name of the range of an exchange in profiles."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class _Gather(torch.autograd.Function):
         ctx.ranks, ctx.shapes = ranks, [x.shape[2:] for x in tensors]
         sent_BSX = torch.cat([x.flatten(2) for x in tensors], dim=-1)
         parts_CBSX = sent_BSX.new_empty(ranks.size, *sent_BSX.shape)
-        all_gather_single(parts_CBSX.view(-1), sent_BSX.view(-1), group=ranks.group)
+        with record_function(EXCHANGE):
+            all_gather_single(parts_CBSX.view(-1), sent_BSX.view(-1), group=ranks.group)
         gathered = tuple(
             in_order(part).view(*sent_BSX.shape[:1], -1, *shape)
             for part, shape in zip(_split(parts_CBSX, ctx.shapes), ctx.shapes, strict=True)
@@ -70,7 +75,8 @@ class _Gather(torch.autograd.Function):
         grad_BTX = torch.cat([grad.flatten(2) for grad in grads], dim=-1)
         sent_CBSX = by_rank(grad_BTX, ranks.size)
         received_CBSX = torch.empty_like(sent_CBSX)
-        dist.all_to_all_single(received_CBSX, sent_CBSX, group=ranks.group)
+        with record_function(EXCHANGE):
+            dist.all_to_all_single(received_CBSX, sent_CBSX, group=ranks.group)
         first, *others = received_CBSX.unbind()
         total_BSX = first.to(wide_dtype(first))
         for part_BSX in others:
