@@ -115,8 +115,8 @@ PLANS = {
     "qwen3-30b-a3b-8-ep8-soap-smaller": f"{QWEN3_NODE} --optim.name soap {SMALLER}",
     "qwen3-0.6b-1-muon": "configs/qwen3-0.6b.toml --world 1",
     "llama-3.2-1b-1-muon": "configs/llama-3.2-1b.toml --world 1",
-    "qwen3-30b-a3b-16-cp8-ep2-131k": f"{LONG_QWEN3} --train.sequence-length 131072",
-    "deepseek-v2-lite-8-cp8-65k": f"{LONG_LITE} --train.sequence-length 65536",
+    "long-qwen3-30b-a3b-16-cp8-ep2": f"{LONG_QWEN3} --train.sequence-length 131072",
+    "long-deepseek-v2-lite-8-cp8": f"{LONG_LITE} --train.sequence-length 65536",
     "olmoe-1b-7b-8-ep8-muon": "configs/olmoe-1b-7b.toml --world 8 --parallel.ep 8",
     "mixtral-8x7b-16-pp2-ep8-muon": (
         "configs/mixtral-8x7b.toml --world 16 --parallel.pp 2 --parallel.ep 8"
