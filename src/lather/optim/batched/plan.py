@@ -37,7 +37,7 @@ from lather.optim.batched.precision import ALLOWED, changed_precision
 from lather.optim.batched.remainders import remainder_of, round_weights, wide_weights
 from lather.optim.batched.roster import Change, ParamInfo, Roster
 from lather.optim.batched.runs import MemberRun
-from lather.optim.batched.step_counts import joined, step_counts, together
+from lather.optim.batched.step_counts import joined, step_counts
 from lather.optim.controls import stepped
 from lather.optim.linalg.scale import norms
 from lather.optim.rule import RefreshingRule
@@ -307,7 +307,7 @@ class StepPlan:
         """A parameter of each group whose interval is a function, with t of the step before this
         plan: all ranks call it, even those that refresh nothing."""
         self._counts = joined([state[p]["step"] for p in self.params])
-        self._steps = together(self._counts)
+        self._steps = torch.stack(self._counts) if infos else torch.zeros(0, device="cpu")
         """Values of the step counts."""
         self.num_steps = 0
         """Number of steps that this plan has taken."""
@@ -325,7 +325,7 @@ class StepPlan:
             return False
         if list(map(id, infos)) != self._ids or places is None or places_of(state) != places:
             return False
-        return torch.equal(together(self._counts), self._steps)
+        return not self._counts or torch.equal(torch.stack(self._counts), self._steps)
 
     def count_step(self) -> None:
         """Add one to the step counts of all parameters."""

@@ -31,11 +31,6 @@ def joined(counts: list[Tensor]) -> list[Tensor]:
     return [first.as_strided((len(counts),), (1,))]
 
 
-def together(counts: Sequence[Tensor]) -> Tensor:
-    """Return step counts, or what `joined` made of them, as a new 1-D tensor."""
-    return torch.cat([torch.zeros(0, dtype=torch.float32, device="cpu"), *map(torch.ravel, counts)])
-
-
 def step_counts(infos: Sequence[ParamInfo], state: States) -> dict[int, int]:
     """Return the step count of each parameter by its info's id; 0 for a parameter without state."""
     counts = [state[info.param]["step"] for info in infos if state.get(info.param)]
