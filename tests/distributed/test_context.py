@@ -3,9 +3,16 @@ on whole sequences."""
 
 from __future__ import annotations
 
-from engines import Case
+import pytest
+import torch
+from engines import Case, make_pair
+from ranks import run_ranks
 from test_engine import ALL, check_gradients
 
+from lather.models.context import Context
+from lather.parallel.context_ranks import by_rank, in_order
+
+CPU = torch.device("cpu")
 SINKS = {"family": "gpt_oss", "changes": {"sliding_window": 5}}
 
 
@@ -22,6 +29,7 @@ def test_two_context_ranks_have_the_loss_and_gradients_of_one_process() -> None:
             Case(cp=2, length=8, recompute=ALL, memory="recompute", z_loss=0.1),
             Case(cp=2, length=8, balance_level="global_batch", lopsided=True),
             Case(cp=2, length=8, balance_level="micro_batch", defer=False),
+            Case(cp=2, length=8, layers=2, lora=3),
             Case(cp=2, length=8, family="deepseek_v3", changes={"num_nextn_predict_layers": 2}),
         ],
     )
@@ -45,3 +53,42 @@ def test_four_context_ranks_have_the_loss_and_gradients_of_one_process() -> None
             Case(cp=2, ep=2, length=16, family="qwen3_next", recompute=ALL),
         ],
     )
+
+
+def bits(rank: int, world_size: int, case: Case) -> list[bytes]:
+    """Return the bits of this rank's gradients, of two passes over the same batch."""
+    pair = make_pair(case)
+    found = []
+    for _ in range(2):
+        pair.run(pair.tokens())
+        gradients = [entry.parameter.grad for entry in pair.engine.parameters]
+        found.append(b"".join(x.numpy().tobytes() for x in gradients if x is not None))
+        pair.engine.parameters.clear_gradients()
+    return found
+
+
+def test_gradients_have_the_same_bits_each_time() -> None:
+    """In fp32, where another order of the ranks' parts would have other bits."""
+    case = Case(cp=4, length=16, layers=2, dtype=torch.float32)
+    for first, second in run_ranks(bits, 4, case):
+        assert first == second
+        assert any(first)
+
+
+def test_slices_are_equal_and_in_order() -> None:
+    """Each position is on one rank; gathered parts are in the order of the sequence."""
+    x_BTX = torch.arange(2 * 16 * 3).view(2, 16, 3)
+    for size in (1, 2, 4, 8):
+        parts = [Context(rank, size).local(x_BTX) for rank in range(size)]
+        assert in_order(torch.stack(parts)).equal(x_BTX)
+        assert by_rank(x_BTX, size).equal(torch.stack(parts))
+        work = [sum(int(i) + 1 for i in Context(r, size).indices(16, CPU)) for r in range(size)]
+        assert len(set(work)) == 1, "causal attention is equal work"
+    assert Context(0, 2).slices(8) == (slice(0, 2), slice(6, 8))
+
+
+def test_lengths_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"of 10 tokens .* 2 context ranks: .* multiple of 4"):
+        Context(1, 2).local(torch.zeros(1, 10))
+    with pytest.raises(ValueError, match="rank = 2 is not valid: it must be one of the 2"):
+        Context(2, 2)

@@ -63,7 +63,9 @@ def whole_sequences(config: Config, world_size: int) -> int:
     return 2 * torch.long.itemsize * num_sequences * config.train.sequence_length
 
 
-@pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 2, "pp": 2}])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"cp": 2}, marks=pytest.mark.grid), {"cp": 2, "pp": 2}]
+)
 def test_planned_peaks_with_context_ranks(mesh: dict[str, int]) -> None:
     config = run_config("adamw", length=280, parallel=mesh)
     assert largest_error(config, math.prod(mesh.values())) < TOLERANCE
