@@ -406,9 +406,16 @@ MUTATIONS = (
     Mutation(
         "attention logits: padding counts",
         "models/token_positions.py",
-        "first_BS.masked_fill(mask_BS, self.length)",
+        "first_BS.masked_fill(mask_BS, self.num_keys)",
         "first_BS.masked_fill(mask_BS, 0)",
         "models/test_attention_logits.py",
+    ),
+    Mutation(
+        "context: a rank's counts alone",
+        "models/balance.py",
+        "return count_E if self.context is None else self.context.add_up(count_E)",
+        "return count_E",
+        "distributed/test_context.py",
     ),
 )
 
