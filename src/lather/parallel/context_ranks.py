@@ -43,7 +43,7 @@ class ContextRanks(Context):
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def gather(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        gathered: tuple[Tensor, ...] = _Gather.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        gathered: tuple[Tensor, ...] = _GatherPositions.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return gathered
 
     def add_up(self, counts: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class ContextRanks(Context):
         return total
 
 
-class _Gather(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: ContextRanks, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.ranks, ctx.shapes = ranks, [x.shape[2:] for x in tensors]
