@@ -32,7 +32,7 @@ def test_the_short_page_has_what_is_changed_most_and_all_sections(
         assert f"  --{name.replace('_', '-')} " in out
     for section in SECTIONS:
         assert f"  --help {section} " in out
-    assert "(default: 320)" in out  # the file has these steps
+    assert "(default: 388)" in out  # the file has these steps
     assert "(default: soap)" in " ".join(out.split())
     assert "--nproc N" in out
     assert "--model.hidden-size" not in out

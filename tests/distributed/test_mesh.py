@@ -16,15 +16,18 @@ from lather.errors import ConfigError
 from lather.parallel.mesh import CONTROL_TIMEOUT, Mesh
 
 CPU = torch.device("cpu")
-SHAPES = [(2, 2, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (4, 1, 1), (1, 4, 1), (2, 1, 2)]
-"""pp, ep and replicas of the meshes of four ranks."""
+SHAPES = [
+    *((2, 1, 2, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 1, 2, 2), (4, 1, 1, 1), (1, 1, 4, 1)),
+    *((2, 1, 1, 2), (1, 2, 2, 1), (2, 2, 1, 1), (1, 4, 1, 1), (1, 2, 1, 1), (1, 2, 1, 2)),
+]
+"""pp, cp, ep and replicas of the meshes of four ranks."""
 
 Groups = dict[str, list[int] | list[list[int]]]
 
 
-def layout(pp: int, dp: int, ep: int) -> list[tuple[int, int, int]]:
+def layout(pp: int, dp: int, cp: int, ep: int) -> list[tuple[int, int, int, int]]:
     """List the coordinates of each rank, in order."""
-    return list(itertools.product(range(pp), range(dp), range(ep)))
+    return list(itertools.product(range(pp), range(dp), range(cp), range(ep)))
 
 
 def gathered(group: dist.ProcessGroup | None, rank: int) -> list[int]:
@@ -44,10 +47,11 @@ def patience(group: dist.ProcessGroup | None) -> float:
 
 def groups_of_every_shape(rank: int, world_size: int) -> list[Groups]:
     results = []
-    for pp, ep, replicas in SHAPES:
-        config = ParallelConfig(pp=pp, ep=ep, replicas=replicas, timeout=77.0)
+    for pp, cp, ep, replicas in SHAPES:
+        config = ParallelConfig(pp=pp, cp=cp, ep=ep, replicas=replicas, timeout=77.0)
         mesh = Mesh.build(config, CPU)
         in_a_step = [mesh.pp_group, mesh.ep_group, mesh.data_group]
+        in_a_step += [mesh.cp_group] if cp > 1 else []
         in_a_step += [
             group
             for axes in (mesh.dense_mesh, mesh.expert_mesh)
@@ -62,6 +66,10 @@ def groups_of_every_shape(rank: int, world_size: int) -> list[Groups]:
             name: gathered(getattr(mesh, f"{name}_group"), rank)
             for name in ("pp", "ep", "data", "control")
         }
+        groups["cp"] = gathered(mesh.cp_group, rank) if cp > 1 else [rank]
+        if mesh.context is not None:
+            assert groups["cp"][mesh.context.rank] == rank
+            assert len(groups["cp"]) == mesh.context.size
         for name in ("dense", "expert"):
             device_mesh = getattr(mesh, f"{name}_mesh")
             if device_mesh is None:
@@ -75,12 +83,12 @@ def groups_of_every_shape(rank: int, world_size: int) -> list[Groups]:
     return results
 
 
-def expected_groups(rank: int, pp: int, ep: int, replicas: int) -> Groups:
+def expected_groups(rank: int, pp: int, cp: int, ep: int, replicas: int) -> Groups:
     """The expected groups by definition: a group has the ranks that share the coordinates over
     which it does not run."""
-    dp = 4 // (pp * ep)
+    dp = 4 // (pp * cp * ep)
     shards = dp // replicas
-    ranks = layout(pp, dp, ep)
+    ranks = layout(pp, dp, cp, ep)
     mine = ranks[rank]
 
     def where(*same: Any) -> list[int]:
@@ -89,20 +97,25 @@ def expected_groups(rank: int, pp: int, ep: int, replicas: int) -> Groups:
             other for other, at in enumerate(ranks) if all(key(at) == key(mine) for key in same)
         ]
 
-    def pp_(at: tuple[int, int, int]) -> int:
+    Place = tuple[int, int, int, int]
+
+    def pp_(at: Place) -> int:
         return at[0]
 
-    def dp_(at: tuple[int, int, int]) -> int:
+    def dp_(at: Place) -> int:
         return at[1]
 
-    def ep_(at: tuple[int, int, int]) -> int:
+    def cp_(at: Place) -> int:
         return at[2]
 
-    def replica(at: tuple[int, int, int]) -> int:
+    def ep_(at: Place) -> int:
+        return at[3]
+
+    def replica(at: Place) -> int:
         return at[1] // shards
 
-    def shard(at: tuple[int, int, int]) -> int:
-        return at[1] % shards
+    def shard(at: Place) -> tuple[int, int]:
+        return at[1] % shards, at[2]
 
     data, along_dp = where(pp_), where(pp_, ep_)
     dense: list[list[int]] = [data]
@@ -111,8 +124,9 @@ def expected_groups(rank: int, pp: int, ep: int, replicas: int) -> Groups:
         dense = [where(pp_, shard, ep_), where(pp_, replica)]
         expert = [where(pp_, shard, ep_), where(pp_, ep_, replica)]
     return {
-        "pp": where(dp_, ep_),
-        "ep": where(pp_, dp_),
+        "pp": where(dp_, cp_, ep_),
+        "ep": where(pp_, dp_, cp_),
+        "cp": where(pp_, dp_, ep_),
         "control": [0, 1, 2, 3],
         "data": data,
         "dense": dense,
@@ -130,13 +144,15 @@ def test_groups_reach_the_ranks_that_the_layout_says() -> None:
 
 @pytest.mark.parametrize("pp", [1, 2, 3])
 @pytest.mark.parametrize("dp", [1, 2, 5])
+@pytest.mark.parametrize("cp", [1, 2, 3])
 @pytest.mark.parametrize("ep", [1, 2, 4])
-def test_coordinates_enumerate_the_layout(pp: int, dp: int, ep: int) -> None:
-    for rank, (pp_rank, dp_rank, ep_rank) in enumerate(layout(pp, dp, ep)):
-        mesh = Mesh(pp=pp, dp=dp, ep=ep, replicas=1, rank=rank, device=CPU)
-        assert (mesh.pp_rank, mesh.ep_rank) == (pp_rank, ep_rank)
-        assert mesh.data_rank == layout(1, dp, ep).index((0, dp_rank, ep_rank))
-        assert (mesh.size, mesh.data_size) == (pp * dp * ep, dp * ep)
+def test_coordinates_enumerate_the_layout(pp: int, dp: int, cp: int, ep: int) -> None:
+    for rank, (pp_rank, dp_rank, cp_rank, ep_rank) in enumerate(layout(pp, dp, cp, ep)):
+        mesh = Mesh(pp=pp, dp=dp, cp=cp, ep=ep, replicas=1, rank=rank, device=CPU)
+        assert (mesh.pp_rank, mesh.cp_rank, mesh.ep_rank) == (pp_rank, cp_rank, ep_rank)
+        assert mesh.data_rank == layout(1, dp, 1, ep).index((0, dp_rank, 0, ep_rank))
+        assert (mesh.size, mesh.data_size) == (pp * dp * cp * ep, dp * ep)
+        assert mesh.shard_size == dp * cp * ep
 
 
 def test_one_process_needs_no_group() -> None:

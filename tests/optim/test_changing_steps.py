@@ -26,7 +26,7 @@ from optim_helpers import (
 from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP, AdamW, MatrixOptimizer, Muon
-from lather.optim.batched.step_counts import joined
+from lather.optim.batched.step_counts import are_side_by_side
 
 SHAPES = [(4, 6), (3, 4, 5), (4, 6), (5,), (7,), (4, 6), (3, 4, 5)]
 
@@ -173,16 +173,13 @@ def test_a_refused_change_of_one_group_leaves_the_others_as_they_are(name: str, 
     ]
 
 
-def test_step_counts_of_any_place_are_counted_together() -> None:
-    """Counts side by side take one launch for all; those of other places, orders and storages are
-    counted one by one."""
-    memory = torch.arange(6.0)
-    counts = list(memory.unbind())
-    assert [x.tolist() for x in joined(counts[1:4])] == [[1.0, 2.0, 3.0]]
-    assert joined(counts[1:4])[0].data_ptr() == counts[1].data_ptr()
-    for apart in (counts[::-1], counts[::2], [counts[0], counts[1].clone()], counts[:1] * 2):
-        assert [*map(id, joined(apart))] == [*map(id, apart)]
-    assert joined([]) == []
+def test_step_counts_side_by_side_are_known_from_others() -> None:
+    """Counts of other places, orders, storages and dtypes are counted one by one."""
+    counts = list(torch.arange(6.0).unbind())
+    assert are_side_by_side(counts[1:4])
+    for apart in (counts[::-1], counts[::2], [counts[0], counts[1].clone()], counts[:1] * 2, []):
+        assert not are_side_by_side(apart)
+    assert not are_side_by_side([counts[0], counts[1].view(torch.int32)])
 
 
 def test_parameters_made_at_once_have_their_counts_side_by_side() -> None:
@@ -192,7 +189,7 @@ def test_parameters_made_at_once_have_their_counts_side_by_side() -> None:
         give_gradients(params, step)
         optimizer.step()
     counts = [optimizer.state[p]["step"] for p in params]
-    assert len(joined(counts)) == 1
+    assert are_side_by_side(counts)
     assert {float(x) for x in counts} == {3.0}
     params[2].grad = None  # the others are no longer side by side, and are counted all the same
     optimizer.step()

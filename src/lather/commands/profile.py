@@ -53,7 +53,7 @@ def profile_command(arguments: list[str]) -> None:
         parallel.cp == 1,
         "parallel.cp",
         parallel.cp,
-        "1 for a profile, which shows whole sequences; `lather plan` shows context ranks",
+        "1 for a profile of whole sequences: give --parallel.cp 1, or use `lather plan`",
     )
     check_parallel(config, parallel.pp * parallel.ep * parallel.replicas)
     modes = MEMORY_MODES if parsed.compare else (config.moe.memory,)

@@ -124,9 +124,10 @@ class Engine:
         )
 
     def launch_gradients(self, batch: Batch, *, with_logits: bool = False) -> StepReading:
-        """Run the forward and backward pass of the global batch, of which `batch` is this rank's
-        share; store the gradients of the step in `parameters`, and return its losses and loads, and
-        `with_logits` also the largest logit of each attention head.
+        """Run the forward and backward pass of the global batch, of which `batch` is the share of
+        this rank's data rank, the same on all of its context ranks; store the gradients of the step
+        in `parameters`, and return its losses and loads, and `with_logits` also the largest logit
+        of each attention head.
 
         Raises ValueError, before anything is sent, if the share does not have the engine's shape.
         """
@@ -230,7 +231,7 @@ class Engine:
             if tuple(x_BS.shape) != expected:
                 raise ValueError(
                     f"the batch's {name} have shape {tuple(x_BS.shape)}, not {expected}: give "
-                    "every rank its own share of the sequences, each of train.sequence_length"
+                    "every data rank its own share of the sequences, each of train.sequence_length"
                 )
 
     def counts_of_all(self, batch: Batch) -> tuple[int, int]:

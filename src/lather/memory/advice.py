@@ -16,6 +16,7 @@ are no prediction.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -176,7 +177,7 @@ class _Ladder:
         """Yield the rungs; each returns its settings, as changes of `best`."""
         fits = self.present.needed <= self.memory
         mesh, world = self.config.parallel, self.present.world_size
-        has_data_ranks_alone = mesh.pp == mesh.cp == mesh.ep == 1 < world
+        has_data_ranks_alone = mesh.pp == mesh.ep == 1 < world // mesh.cp
         are_near = are_on_machines(mesh.ep, world, self.machine)
         if fits or has_data_ranks_alone or self.has_needless_pipeline or not are_near:
             yield self.meshes
@@ -246,7 +247,7 @@ class _Ladder:
     def gathers_stages(self) -> bool:
         """Whether parameters are gathered from other ranks, those of a stage together."""
         parallel, world = self.best.config.parallel, self.present.world_size
-        return parallel.resolved_gather == "stage" and parallel.data_ranks(world) > 1
+        return parallel.resolved_gather == "stage" and world > parallel.pp
 
     # --- rungs ------------------------------------------------------------------------------------
 
@@ -272,10 +273,17 @@ class _Ladder:
         return [*([block] if block else []), attention, {**attention, "moe.memory": "recompute"}]
 
     def contexts(self) -> list[Changes]:
-        """Long sequences divided among more context ranks, which leaves fewer data ranks."""
+        """Long sequences divided among more context ranks, which leaves fewer data ranks, or where
+        there are too few of these, fewer expert ranks."""
         parallel, length = self.best.config.parallel, self.best.config.train.sequence_length
-        sizes = [times * parallel.cp for times in (2, 4)] if length >= LONG else []
-        return [{"parallel.cp": size} for size in sizes]
+        ep, dp = parallel.ep, self.present.world_size // (parallel.pp * parallel.cp * parallel.ep)
+        settings: list[Changes] = []
+        for times in (2, 4) if length >= LONG else ():
+            missing = times // math.gcd(times, dp)
+            if ep % missing == 0:
+                fewer = {"parallel.ep": ep // missing} if missing > 1 else {}
+                settings.append({"parallel.cp": times * parallel.cp, **fewer})
+        return settings
 
     def pipelines(self) -> list[Changes]:
         """Weight gradients as early as they can be, if the peak waits for them; and layers assigned
@@ -344,7 +352,7 @@ class _Ladder:
         """Rows of every matrix's state on every rank, if parameters are sharded and the state is
         on the device."""
         parallel, optim = self.best.config.parallel, self.best.config.optim
-        is_sharded = parallel.data_ranks(self.present.world_size) > parallel.replicas
+        is_sharded = self.present.world_size // parallel.pp > parallel.replicas
         is_possible = not any(optim.rule_of(kind).offload for kind in KINDS)
         return [{"optim.ownership": "replicated"}] if is_sharded and is_possible else []
 

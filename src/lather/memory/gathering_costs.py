@@ -48,7 +48,7 @@ def gathering_costs(
 ) -> dict[str, GatheringCost]:
     """Return the cost of each value of `parallel.gather`, of which a dry rank has had one in a
     step; nothing without a pipeline, or if there is a single data rank."""
-    if config.parallel.pp == 1 or dry.engine.mesh.data_size == 1:
+    if config.parallel.pp == 1 or dry.engine.mesh.shard_size == 1:
         return {}
     other: Literal["block", "stage"]
     other = "block" if config.parallel.resolved_gather == "stage" else "stage"

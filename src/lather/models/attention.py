@@ -331,6 +331,7 @@ class GroupedQueryAttention(MeasuredAttention):
             )
         q_BSHN, k_BTGN, v_BTGN = self.heads(*projected)
         if layout.context is not None:
+            k_BTGN = k_BTGN.to(v_BTGN.dtype)
             recipe = self._gathering(recomputation, layout.context, recipe, k_BTGN, v_BTGN)
             k_BTGN, v_BTGN = gather_heads(layout.context, k_BTGN, v_BTGN)
         if layout.cache is not None:

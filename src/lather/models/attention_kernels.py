@@ -1,13 +1,13 @@
 """Causal attention of given queries, keys and values: torch's fused kernels or flex attention.
 
 A `lather.models.token_positions.SequenceLayout` says which tokens a token attends to. Plain causal
-attention needs no mask; windows and documents need a boolean mask on CPU, and flex attention's
-block mask on CUDA (not with a cache, because flex attention would be compiled again as T grows).
-With sinks (GPT-OSS, arXiv:2508.10925) the softmax includes a learned logit per head that has no
-value.
+attention needs no mask; windows, documents and slices of context ranks need a boolean mask on CPU,
+and flex attention's block mask on CUDA (not with a cache, because flex attention would be compiled
+again as T grows). With sinks (GPT-OSS, arXiv:2508.10925) the softmax includes a learned logit per
+head that has no value.
 
 Letters: B sequences, S positions, H heads, G key-value heads, N width of a head's query and key, U
-width of a head's value, T keys: S, or with a cache all slots of the cache.
+width of a head's value, T keys: S, or all slots of a cache, or the tokens of all context ranks.
 """
 
 from __future__ import annotations

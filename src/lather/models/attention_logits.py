@@ -111,7 +111,9 @@ def largest_products(
     if not q_BHSN.numel():
         return q_BHSN.new_full((num_heads,), -torch.inf)
     q_BGRSN = q_BHSN.unflatten(1, (k_BGSN.shape[1], -1))
-    size = max(width, BLOCK_LOGITS // (batch * num_heads * length))
+    num_keys = offset + length
+    of_queries = width * length // num_keys  # as many logits as queries have elements
+    size = max(1, of_queries, BLOCK_LOGITS // (batch * num_heads * num_keys))
     largest_GR = q_BHSN.new_full(q_BGRSN.shape[1:3], -torch.inf)
     for start in range(0, length, size):
         end = min(start + size, length)

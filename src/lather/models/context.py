@@ -74,5 +74,5 @@ class Context:
         raise NotImplementedError
 
     def add_up(self, counts: Tensor) -> Tensor:
-        """Return the sum of the ranks' integer counts. Collective."""
+        """Return the sum of the ranks' counts, whole numbers in any dtype. Collective."""
         raise NotImplementedError

@@ -7,8 +7,9 @@ multiplied by SiLU of a gate z. (`lather.kernels.gated_delta_rule` has the rule.
 Autograd keeps the outputs of the projections and of the rule. Backward computes the convolution,
 decays, rates, the gated output, and the rule within chunks again.
 
-Under context parallelism every rank gathers what the projections give for all tokens, runs the rule
-over whole sequences, and keeps its own positions, so that it repeats the others' work in the rule.
+Under context parallelism every rank gathers the inputs of convolution, rates and decays of all
+tokens, runs the rule over whole sequences, and keeps its own positions, so that it repeats the
+others' work in the rule; what the rule saves is of whole sequences.
 
 Letters: B sequences, S positions, D hidden size, G key heads, H value heads (a multiple of G), K
 width of a head's query and key, V width of a head's value, C = 2 G K + H V channels of the
@@ -17,9 +18,9 @@ convolution, W its width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -115,11 +116,18 @@ class GatedDeltaNet(nn.Module):
                 x_BSD = layout.padding.fill(x_BSD.flatten(0, 1), 0).view_as(x_BSD)
             earlier_BWC, state = cache.state_of(self) or (None, None)
         projected = project(x_BSD, *(self.get_submodule(name) for name in self.projections))
-        heads_of: Callable[..., Heads] = partial(self.heads, layout.documents, earlier_BWC)
-        if layout.context is not None:
-            heads_of = partial(_of_all_ranks, layout.context, heads_of)
-        heads = heads_of(*projected)
-        recomputation.add(heads, heads_of, *projected)
+        if layout.context is None:
+            heads_of = partial(self.heads, layout.documents, earlier_BWC)
+            heads = heads_of(*projected)
+            recomputation.add(heads, heads_of, *projected)
+        else:
+            of_all = partial(self.heads_of_all, layout.context, layout.documents)
+            heads, gathered = of_all(*projected)
+
+            def again(*projected: Tensor) -> tuple[Tensor, ...]:
+                return tuple(chain(*of_all(*projected)))
+
+            recomputation.add((*heads, *gathered), again, *projected)
         documents = None
         if layout.documents is not None:
             documents = Documents(layout.documents, layout.cu_seqlens)
@@ -142,6 +150,17 @@ class GatedDeltaNet(nn.Module):
         make = partial(self._heads, document_BS, earlier_BWC)
         return saving_inputs_only(make, *parameters, *projected)  # type: ignore[return-value]
 
+    def heads_of_all(
+        self, context: Context, document_BT: Tensor | None, *projected: Tensor
+    ) -> tuple[Heads, tuple[Tensor, ...]]:
+        """Return the operands for the tokens of all context ranks, and what was gathered for
+        them."""
+        qkv_BSC, _, b_BSH, a_BSH = self._split(*projected)
+        gathered = context.gather((qkv_BSC, b_BSH, a_BSH))
+        parameters = (self.conv1d.weight, self.A_log, self.dt_bias)
+        make = partial(self._operands, document_BT, None)
+        return saving_inputs_only(make, *parameters, *gathered), gathered  # type: ignore[return-value]
+
     def _heads(
         self,
         document_BS: Tensor | None,
@@ -151,8 +170,22 @@ class GatedDeltaNet(nn.Module):
         dt_bias_H: Tensor,
         *projected: Tensor,
     ) -> Heads:
-        sizes = self.sizes
         qkv_BSC, _, b_BSH, a_BSH = self._split(*projected)
+        parameters = (filter_C1W, a_log_H, dt_bias_H)
+        return self._operands(document_BS, earlier_BWC, *parameters, qkv_BSC, b_BSH, a_BSH)
+
+    def _operands(
+        self,
+        document_BS: Tensor | None,
+        earlier_BWC: Tensor | None,
+        filter_C1W: Tensor,
+        a_log_H: Tensor,
+        dt_bias_H: Tensor,
+        qkv_BSC: Tensor,
+        b_BSH: Tensor,
+        a_BSH: Tensor,
+    ) -> Heads:
+        sizes = self.sizes
         mixed_BSC = convolution(qkv_BSC, filter_C1W.squeeze(1), document_BS, earlier_BWC)
         q, k, v = mixed_BSC.split((*(sizes.key_width,) * 2, sizes.value_width), dim=-1)
         wide = wide_dtype(a_BSH)
@@ -202,11 +235,6 @@ class GatedDeltaNet(nn.Module):
         if earlier_BWC is not None:
             inputs_BSC = torch.cat((earlier_BWC, inputs_BSC), dim=1)
         return F.pad(inputs_BSC, (0, 0, missing, 0))[:, inputs_BSC.shape[1] :]
-
-
-def _of_all_ranks(context: Context, function: Callable[..., Heads], *local: Tensor) -> Heads:
-    """Return the function's results for these tensors of all context ranks."""
-    return function(*context.gather(local))
 
 
 def convolution(

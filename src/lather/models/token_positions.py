@@ -1,9 +1,9 @@
 """The positions and documents of the tokens of a batch, and the masks and rotary tables that
 attention derives from them.
 
-They are computed once per forward pass and shared by all layers. Plain causal attention needs no
-mask. Windows and documents need a boolean (S + 1, S + 1) mask per distinct window on CPU, and on
-CUDA flex attention's block mask, which has no (S, S) elements.
+They are computed once per forward pass and shared by all layers. Plain causal attention of whole
+sequences needs no mask. Windows, documents and slices need a boolean (S + 1, T + 1) mask per
+distinct window on CPU, and on CUDA flex attention's block mask, which has no (S, T) elements.
 
 Under context parallelism a layout has the tokens of a rank's slices, with the positions, documents
 and indices that they have in the whole sequences; keys are those of the whole sequences.

@@ -156,7 +156,7 @@ def shard(
     Sharded parameters are replaced by DTensors. Call this once, when the parameters have their
     final dtype; `allocate` is called for each group before it is sharded, so that no other needs to
     have memory for whole parameters. Raises UserError if this torch is not supported."""
-    if mesh.data_size > 1:
+    if mesh.shard_size > 1:
         check_torch_version()
     host_bytes = sum(
         -(-p.nbytes // (1 if device_mesh is None else device_mesh.size(device_mesh.ndim - 1)))

@@ -104,6 +104,11 @@ class Mesh:
         return self.dp * self.ep
 
     @property
+    def shard_size(self) -> int:
+        """Number of ranks of one pipeline rank, which share its weights: dp x cp x ep."""
+        return self.dp * self.cp * self.ep
+
+    @property
     def context(self) -> Context | None:
         """This rank's slices of its sequences; None: it has them whole."""
         if self.cp == 1:
@@ -130,14 +135,15 @@ class Mesh:
         if world_size == 1:
             return cls.single(device)
         pp, ep, timeout = config.pp, config.ep, timedelta(seconds=config.timeout)
-        grid, data, dense, expert, *context = _device_meshes(config, dp, device)
+        grid, data, dense, expert = _device_meshes(config, dp, device)
+        cp_group = _context_group(config, dp, timeout) if config.cp > 1 else None
         sizes_group = dist.new_subgroups(ep)[0] if ep > 1 and is_gpu(device) else None
         groups = [
             group
-            for device_mesh in (grid, data, dense, expert, *context)
+            for device_mesh in (grid, data, dense, expert)
             for group in device_mesh.get_all_groups()
         ]
-        groups += [sizes_group] if sizes_group else []
+        groups += [group for group in (sizes_group, cp_group) if group]
         for group in groups:
             set_timeout(group, timeout)
         _create_communicators(groups, device)
@@ -150,7 +156,7 @@ class Mesh:
             rank=dist.get_rank(),
             device=device,
             cp=config.cp,
-            cp_group=context[0].get_group() if context else None,
+            cp_group=cp_group,
             pp_group=grid.get_group("pp"),
             neighbor_groups=neighbor_groups,
             ep_group=grid.get_group("ep"),
@@ -170,10 +176,11 @@ class Mesh:
         return f"{ranks}: {self.pp} pipeline x {self.dp} data{context} x {self.ep} expert{replicas}"
 
 
-def _device_meshes(config: ParallelConfig, dp: int, device: torch.device) -> tuple[DeviceMesh, ...]:
-    """Make the device meshes (pp, dp x cp, ep) and (pp, data); return them, the parts of this rank
-    for dense parameters and for experts, and its context ranks, if there are several. Collective
-    over all ranks."""
+def _device_meshes(
+    config: ParallelConfig, dp: int, device: torch.device
+) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh, DeviceMesh]:
+    """Make the device meshes (pp, dp x cp, ep) and (pp, data); return them, and the parts of this
+    rank for dense parameters and for experts. Collective over all ranks."""
     pp, cp, ep, replicas = config.pp, config.cp, config.ep, config.replicas
 
     def mesh(names: tuple[str, ...], *sizes: int) -> DeviceMesh:
@@ -182,13 +189,20 @@ def _device_meshes(config: ParallelConfig, dp: int, device: torch.device) -> tup
 
     grid = mesh(("pp", "shard", "ep"), pp, dp * cp, ep)
     data = mesh(("pp", "data"), pp, dp * cp * ep)
-    context = [mesh(("outer", "cp", "ep"), pp * dp, cp, ep)["cp"]] if cp > 1 else []
     if replicas == 1:
-        return grid, data, data["data"], grid["shard"], *context
+        return grid, data, data["data"], grid["shard"]
     two = ("replicate", "shard")
     dense = mesh(("pp", *two), pp, replicas, dp // replicas * cp * ep)[two]
     expert = mesh(("pp", *two, "ep"), pp, replicas, dp // replicas * cp, ep)[two]
-    return grid, data, dense, expert, *context
+    return grid, data, dense, expert
+
+
+def _context_group(config: ParallelConfig, dp: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Make the groups of context ranks, and return this rank's. Collective over all ranks."""
+    ranks = torch.arange(config.pp * dp * config.cp * config.ep)
+    rows = ranks.view(-1, config.cp, config.ep).mT.flatten(0, 1).tolist()
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(rows, timeout=timeout)[0]
+    return group
 
 
 def _neighbor_groups(

@@ -37,7 +37,7 @@ from lather.optim.batched.precision import ALLOWED, changed_precision
 from lather.optim.batched.remainders import remainder_of, round_weights, wide_weights
 from lather.optim.batched.roster import Change, ParamInfo, Roster
 from lather.optim.batched.runs import MemberRun
-from lather.optim.batched.step_counts import joined, step_counts
+from lather.optim.batched.step_counts import are_side_by_side, step_counts
 from lather.optim.controls import stepped
 from lather.optim.linalg.scale import norms
 from lather.optim.rule import RefreshingRule
@@ -306,7 +306,8 @@ class StepPlan:
         ]
         """A parameter of each group whose interval is a function, with t of the step before this
         plan: all ranks call it, even those that refresh nothing."""
-        self._counts = joined([state[p]["step"] for p in self.params])
+        self._counts = [state[p]["step"] for p in self.params]
+        self._together = are_side_by_side(self._counts)
         self._steps = torch.stack(self._counts) if infos else torch.zeros(0, device="cpu")
         """Values of the step counts."""
         self.num_steps = 0
@@ -325,14 +326,18 @@ class StepPlan:
             return False
         if list(map(id, infos)) != self._ids or places is None or places_of(state) != places:
             return False
+        if self._together:
+            return torch.equal(self._counts[0].as_strided(self._steps.shape, (1,)), self._steps)
         return not self._counts or torch.equal(torch.stack(self._counts), self._steps)
 
     def count_step(self) -> None:
         """Add one to the step counts of all parameters."""
         self.num_steps += 1
-        if self._counts:
+        if self._together:
+            self._counts[0].as_strided(self._steps.shape, (1,)).add_(1)
+        elif self._counts:
             foreach_add_(self._counts, 1)
-            self._steps += 1
+        self._steps += 1
 
 
 def is_unchanged(roster: Roster, groups: Sequence[dict[str, Any]]) -> bool:

@@ -13,22 +13,23 @@ from lather.optim.batched.roster import ParamInfo
 
 
 def new_counts(values: Sequence[float]) -> list[Tensor]:
-    """Return step counts side by side in memory, so that they can be `joined`."""
+    """Return step counts side by side in memory (`are_side_by_side`)."""
     return list(torch.tensor(values, dtype=torch.float32, device="cpu").unbind())
 
 
-def joined(counts: list[Tensor]) -> list[Tensor]:
-    """Return step counts that lie side by side in memory as one 1-D tensor, which is changed by one
-    launch in place of one for each; others as they are."""
+def are_side_by_side(counts: Sequence[Tensor]) -> bool:
+    """Whether step counts lie one after the other in memory, so that they can be changed by one
+    launch in place of one for each."""
     if not counts:
-        return []
+        return False
     first, size = counts[0], counts[0].element_size()
     addresses = [first.data_ptr() + size * i for i in range(len(counts))]
     num_elements = first.untyped_storage().nbytes() // size
-    is_in_one = first.storage_offset() + len(counts) <= num_elements
-    if not is_in_one or list(map(Tensor.data_ptr, counts)) != addresses:
-        return counts
-    return [first.as_strided((len(counts),), (1,))]
+    return (
+        first.storage_offset() + len(counts) <= num_elements
+        and list(map(Tensor.data_ptr, counts)) == addresses
+        and {x.dtype for x in counts} == {first.dtype}
+    )
 
 
 def step_counts(infos: Sequence[ParamInfo], state: States) -> dict[int, int]:
