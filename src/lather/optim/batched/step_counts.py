@@ -14,7 +14,8 @@ from lather.optim.batched.roster import ParamInfo
 
 def new_counts(values: Sequence[float]) -> list[Tensor]:
     """Return step counts side by side in memory (`are_side_by_side`)."""
-    return list(torch.tensor(values, dtype=torch.float32, device="cpu").unbind())
+    counts = torch.tensor(values, dtype=torch.float32, device="cpu")
+    return [count.data for count in counts.unbind()]  # a view would hold its base when it is moved
 
 
 def are_side_by_side(counts: Sequence[Tensor]) -> bool:
