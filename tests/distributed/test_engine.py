@@ -335,7 +335,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_wrong_micro_batch_is_refused_before_anything_travels() -> None:
-    remedy = "give every rank its own share of the sequences, each of train.sequence_length"
+    remedy = "give every data rank its own share of the sequences, each of train.sequence_length"
     for short, few, validation in run_ranks(refusals, 2):
         assert short == f"the batch's inputs have shape (5, 5), not (5, 6): {remedy}"
         assert few == f"the batch's inputs have shape (4, 6), not (5, 6): {remedy}"
