@@ -3,6 +3,9 @@ on whole sequences."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 from engines import Case, make_pair
@@ -10,6 +13,7 @@ from ranks import run_ranks
 from test_engine import ALL, check_gradients
 
 from lather.models.context import Context
+from lather.parallel import context_ranks
 from lather.parallel.context_ranks import by_rank, in_order
 
 CPU = torch.device("cpu")
@@ -92,3 +96,31 @@ def test_lengths_that_cannot_be_cut_are_refused() -> None:
         Context(1, 2).local(torch.zeros(1, 10))
     with pytest.raises(ValueError, match="rank = 2 is not valid: it must be one of the 2"):
         Context(2, 2)
+
+
+def narrow(rank: int, world_size: int, cases: list[Case]) -> list[tuple[set[torch.dtype], float]]:
+    """Return for each case the dtypes that were gathered, and the error of the loss relative to
+    one process in fp32."""
+    found = []
+    for case in cases:
+        pair = make_pair(case)
+        tokens = pair.tokens()
+        loss = pair.plain_gradients(tokens)
+        with mock.patch.object(
+            context_ranks, "all_gather_single", wraps=context_ranks.all_gather_single
+        ) as gathers:
+            error = abs(pair.run(tokens).loss - loss) / loss
+        found.append(({call.args[1].dtype for call in gathers.call_args_list}, error))
+    return found
+
+
+def test_under_autocast_ranks_exchange_bf16() -> None:
+    """Norms and rotations, which are wider, would double the bytes. Values are compared in fp64
+    above."""
+    bf16 = Case(cp=2, length=16, layers=4, dtype=torch.float32, precision="bf16")
+    families = ("deepseek_v2", "qwen3_moe", "llama", "gpt_oss", "qwen3_next")
+    cases = [replace(bf16, family=family) for family in families]
+    for errors in run_ranks(narrow, 2, cases):
+        for case, (dtypes, error) in zip(cases, errors, strict=True):
+            assert dtypes == {torch.bfloat16}, case.name()
+            assert error < 5e-3, (case.name(), error)

@@ -195,9 +195,8 @@ NAMES = (
             "layers, and FSDP2 all other weights over the ranks that remain"
         ),
     ),
-    Name(
-        "parallel.cp", "cp cp_size context_parallel context_parallel_size context_parallel_degree"
-    ),
+    Name("parallel.cp", "cp cp_size context_parallel context_parallel_size"),
+    Name("parallel.cp", "context_parallel_degree ring_attention sequence_parallel_size"),
     Name(
         "",
         (

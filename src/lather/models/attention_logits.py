@@ -99,7 +99,7 @@ def not_measuring(layer: nn.Module) -> Iterator[None]:
 
 def largest_products(
     q_BHSN: Float[Tensor, "b h s n"],
-    k_BGSN: Float[Tensor, "b g s n"],
+    k_BGTN: Float[Tensor, "b g t n"],
     first_BS: Int[Tensor, "#b s"] | None,
     window: int | None = None,
     offset: int = 0,
@@ -110,7 +110,7 @@ def largest_products(
     batch, num_heads, length, width = q_BHSN.shape
     if not q_BHSN.numel():
         return q_BHSN.new_full((num_heads,), -torch.inf)
-    q_BGRSN = q_BHSN.unflatten(1, (k_BGSN.shape[1], -1))
+    q_BGRSN = q_BHSN.unflatten(1, (k_BGTN.shape[1], -1))
     num_keys = offset + length
     of_queries = width * length // num_keys  # as many logits as queries have elements
     size = max(1, of_queries, BLOCK_LOGITS // (batch * num_heads * num_keys))
@@ -119,7 +119,7 @@ def largest_products(
         end = min(start + size, length)
         stop, begin = offset + end, max(0, offset + start - (window or offset + length) + 1)
         q_BGxN = q_BGRSN[:, :, :, start:end].flatten(2, 3)
-        logits_BGxT = q_BGxN @ k_BGSN[:, :, begin:stop].mT
+        logits_BGxT = q_BGxN @ k_BGTN[:, :, begin:stop].mT
         logits_BGRQT = logits_BGxT.unflatten(2, (-1, end - start))
         key_T = torch.arange(begin, stop, device=q_BHSN.device)
         query_Q = key_T[start - end :]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -122,12 +121,9 @@ class GatedDeltaNet(nn.Module):
             recomputation.add(heads, heads_of, *projected)
         else:
             of_all = partial(self.heads_of_all, layout.context, layout.documents)
-            heads, gathered = of_all(*projected)
-
-            def again(*projected: Tensor) -> tuple[Tensor, ...]:
-                return tuple(chain(*of_all(*projected)))
-
-            recomputation.add((*heads, *gathered), again, *projected)
+            *gathered, q, k, v, decays, rates = of_all(*projected)
+            heads = q, k, v, decays, rates
+            recomputation.add((*gathered, *heads), of_all, *projected)
         documents = None
         if layout.documents is not None:
             documents = Documents(layout.documents, layout.cu_seqlens)
@@ -152,27 +148,23 @@ class GatedDeltaNet(nn.Module):
 
     def heads_of_all(
         self, context: Context, document_BT: Tensor | None, *projected: Tensor
-    ) -> tuple[Heads, tuple[Tensor, ...]]:
-        """Return the operands for the tokens of all context ranks, and what was gathered for
-        them."""
+    ) -> tuple[Tensor, ...]:
+        """Return what is gathered from all context ranks, and then the operands for all tokens."""
         qkv_BSC, _, b_BSH, a_BSH = self._split(*projected)
         gathered = context.gather((qkv_BSC, b_BSH, a_BSH))
         parameters = (self.conv1d.weight, self.A_log, self.dt_bias)
         make = partial(self._operands, document_BT, None)
-        return saving_inputs_only(make, *parameters, *gathered), gathered  # type: ignore[return-value]
+        return *gathered, *saving_inputs_only(make, *parameters, *gathered)
 
     def _heads(
-        self,
-        document_BS: Tensor | None,
-        earlier_BWC: Tensor | None,
-        filter_C1W: Tensor,
-        a_log_H: Tensor,
-        dt_bias_H: Tensor,
-        *projected: Tensor,
+        self, document_BS: Tensor | None, earlier_BWC: Tensor | None, *inputs: Tensor
     ) -> Heads:
-        qkv_BSC, _, b_BSH, a_BSH = self._split(*projected)
-        parameters = (filter_C1W, a_log_H, dt_bias_H)
-        return self._operands(document_BS, earlier_BWC, *parameters, qkv_BSC, b_BSH, a_BSH)
+        """Return the operands, from three parameters and the outputs of the projections."""
+        filter_C1W, a_log_H, dt_bias_H, *projected = inputs
+        qkv_BSC, _, *rates = self._split(*projected)
+        return self._operands(
+            document_BS, earlier_BWC, filter_C1W, a_log_H, dt_bias_H, qkv_BSC, *rates
+        )
 
     def _operands(
         self,

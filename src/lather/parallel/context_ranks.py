@@ -37,11 +37,6 @@ class ContextRanks(Context):
 
     group: dist.ProcessGroup | None = None
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> ContextRanks:
-        """Return this rank among those of the group."""
-        return cls(dist.get_rank(group), dist.get_world_size(group), group)
-
     def gather(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         gathered: tuple[Tensor, ...] = _GatherPositions.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return gathered
