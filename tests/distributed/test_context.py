@@ -3,7 +3,10 @@ on whole sequences."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,10 +14,14 @@ import torch
 from engines import Case, make_pair
 from ranks import run_ranks
 from test_engine import ALL, check_gradients
+from torch import Tensor
 
 from lather.models.context import Context
+from lather.models.saving.recomputed import Recomputation
+from lather.models.token_positions import SequenceLayout
 from lather.parallel import context_ranks
 from lather.parallel.context_ranks import by_rank, in_order
+from models.tiny import tiny_family_model
 
 CPU = torch.device("cpu")
 SINKS = {"family": "gpt_oss", "changes": {"sliding_window": 5}}
@@ -124,3 +131,34 @@ def test_under_autocast_ranks_exchange_bf16() -> None:
         for case, (dtypes, error) in zip(cases, errors, strict=True):
             assert dtypes == {torch.bfloat16}, case.name()
             assert error < 5e-3, (case.name(), error)
+
+
+@dataclass(frozen=True)
+class Twins(Context):
+    """Two context ranks that have the same tokens, and what was gathered so far."""
+
+    gathered: list[weakref.ref[Any]] = field(default_factory=list)
+
+    def gather(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        whole = tuple(torch.cat((x, x), dim=1) for x in tensors)
+        self.gathered.extend(weakref.ref(x.untyped_storage()) for x in whole)
+        return whole
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "llama", "qwen3_next"])
+def test_a_layer_keeps_nothing_of_whole_sequences(family: str, enabled: bool) -> None:
+    """It is gathered again in backward; plain autograd keeps it. Neither graphs nor closures hold
+    it."""
+    model = tiny_family_model(family)
+    for layer in [block.self_attn for block in model.layers]:
+        context, recomputation = Twins(0, 2), Recomputation(enabled=enabled)
+        layout = SequenceLayout(2, 16, CPU, context=context)
+        x_BSD = torch.randn(2, 8, model.norm.weight.shape[0], requires_grad=True)
+        with recomputation.watch():
+            y_BSD = layer(x_BSD, layout, recomputation)
+        first = list(context.gathered)
+        assert any(storage() is not None for storage in first) == (not enabled)
+        y_BSD.sum().backward()
+        again = len(context.gathered) - len(first)
+        assert again == (len(first) if enabled else 0), "each is gathered again once"

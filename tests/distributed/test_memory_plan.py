@@ -72,22 +72,26 @@ def test_planned_peaks_with_context_ranks(mesh: dict[str, int]) -> None:
 
 
 def test_context_ranks_divide_the_activations() -> None:
-    """At equal tokens on all ranks together, each of n has 1 / n of one rank's activations, and
-    the gathered keys and values of one layer."""
-    length = 1680
-    most = []
+    """At equal tokens on all ranks together, each of n keeps 1 / n of what one rank keeps of a
+    layer, and sends what the plan says."""
+    length, kept = 1680, []
     for size in (1, 2, 4):
-        config = run_config("adamw", precision="bf16", length=length, parallel={"cp": size})
-        planned = plan(config, size, Assumed("gpu"))
-        most.append(planned.largest.largest.of_kind("activations").max())
-        # latent and rotary key of each token in bf16, gathered forward and again backward, and
-        # their gradients, to and from each of the others, for all sequences in four layers
-        sent = 3 * (size - 1) * SEQUENCES * length // size * (32 + 16) * 2 * 4
-        assert planned.work.context == sent
-    # keys and values, their gradients, the latent and the rotary key, of two sequences in bf16
-    of_layer = 2 * length * (2 * 4 * (48 + 32) + 2 * (32 + 16)) * 2
-    for size, of_rank in zip((2, 4), most[1:], strict=True):
-        assert most[0] / size < of_rank < 1.005 * most[0] / size + of_layer
+        most = []
+        for layers in (3, 6):
+            mesh = {"cp": size}
+            config = run_config(
+                "adamw", precision="bf16", layers=layers, length=length, parallel=mesh
+            )
+            planned = plan(config, size, Assumed("gpu"))
+            most.append(planned.largest.largest.of_kind("activations").max())
+            # latent and rotary key of each token in bf16, gathered forward and again backward, and
+            # their gradients, to and from each of the others, for all sequences
+            sent = 3 * (size - 1) * SEQUENCES * length // size * (32 + 16) * 2 * layers
+            assert planned.work.context == sent
+        kept.append(most[1] - most[0])
+    # but for the rows of experts, which are rounded up
+    assert kept[1] == pytest.approx(kept[0] / 2, rel=1e-2)
+    assert kept[2] == pytest.approx(kept[0] / 4, rel=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -160,13 +160,9 @@ class MultiHeadLatentAttention(MeasuredAttention):
         def expand(latent_BTL: Tensor, k_BTR: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
             return self.keys_and_values(self.kv_b_proj(latent_BTL), k_BTR, *tables)
 
-        def again(latent_BSL: Tensor, k_BSR: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-            latent_BTL, k_BTR = gather(latent_BSL, k_BSR)
-            return *expand(latent_BTL, k_BTR, *tables), latent_BTL
-
         latent_BTL, k_BTR = gather(latent_BSL, k_BSR)
-        sources = (latent_BSL, k_BSR, *key_tables)
-        recipe = Recipe(recomputation, (1, 2), again, sources, (latent_BTL,))
+        recomputation.add((latent_BTL, k_BTR), gather, latent_BSL, k_BSR)
+        recipe = Recipe(recomputation, (1, 2), expand, (latent_BTL, k_BTR, *key_tables))
         query = self.queries(query_BSx, *layout.rotary_tables(self.rotary, query_BSx.dtype))
         keys_and_values = expand(latent_BTL, k_BTR, *key_tables)
         self.measure(query, *keys_and_values, layout)

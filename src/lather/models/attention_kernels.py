@@ -78,25 +78,22 @@ class Recipe:
     which: tuple[int, ...]
     """The tensors that are recomputed: 0 queries, 1 keys, 2 values."""
     make: Make
-    """Computes these tensors, of shape (B, S, heads, width), and then `beside` from `sources`."""
+    """Computes these tensors, of shape (B, S, heads, width), from `sources`."""
     sources: tuple[Tensor, ...]
-    beside: tuple[Tensor, ...] = ()
-    """Tensors from which queries, keys and values were computed, and that others would save."""
 
     def register(
         self, tensors: tuple[Tensor, Tensor, Tensor], prepare: Callable[[Tensor], Tensor]
     ) -> None:
         """Register the kernel's inputs `tensors` for recomputation: the results of `make`, by head
         and in the values' dtype, through `prepare`."""
-        dtype = tensors[2].dtype
+        dtype, make = tensors[2].dtype, self.make  # the closure must not hold the sources
 
         def again(*sources: Tensor) -> tuple[Tensor, ...]:
-            made, num_operands = self.make(*sources), len(self.which)
-            operands = (prepare(_by_head(x, dtype)) for x in made[:num_operands])
-            return *operands, *made[num_operands:]
+            return tuple(prepare(_by_head(x, dtype)) for x in make(*sources))
 
-        operands = (tensors[number] for number in self.which)
-        self.recomputation.add((*operands, *self.beside), again, *self.sources)
+        self.recomputation.add(
+            tuple(tensors[number] for number in self.which), again, *self.sources
+        )
 
 
 def _by_head(x_BSHN: Tensor, dtype: torch.dtype) -> Tensor:

@@ -120,10 +120,12 @@ class GatedDeltaNet(nn.Module):
             heads = heads_of(*projected)
             recomputation.add(heads, heads_of, *projected)
         else:
-            of_all = partial(self.heads_of_all, layout.context, layout.documents)
-            *gathered, q, k, v, decays, rates = of_all(*projected)
-            heads = q, k, v, decays, rates
-            recomputation.add((*gathered, *heads), of_all, *projected)
+            gather = partial(self.gathered, layout.context)
+            gathered = gather(*projected)
+            recomputation.add(gathered, gather, *projected)
+            heads_of = partial(self.heads_of_all, layout.documents)
+            heads = heads_of(*gathered)
+            recomputation.add(heads, heads_of, *gathered)
         documents = None
         if layout.documents is not None:
             documents = Documents(layout.documents, layout.cu_seqlens)
@@ -146,15 +148,16 @@ class GatedDeltaNet(nn.Module):
         make = partial(self._heads, document_BS, earlier_BWC)
         return saving_inputs_only(make, *parameters, *projected)  # type: ignore[return-value]
 
-    def heads_of_all(
-        self, context: Context, document_BT: Tensor | None, *projected: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return what is gathered from all context ranks, and then the operands for all tokens."""
+    def gathered(self, context: Context, *projected: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs of convolution, rates and decays of all context ranks."""
         qkv_BSC, _, b_BSH, a_BSH = self._split(*projected)
-        gathered = context.gather((qkv_BSC, b_BSH, a_BSH))
+        return context.gather((qkv_BSC, b_BSH, a_BSH))
+
+    def heads_of_all(self, document_BT: Tensor | None, *gathered: Tensor) -> Heads:
+        """Return the operands for the tokens of all context ranks."""
         parameters = (self.conv1d.weight, self.A_log, self.dt_bias)
         make = partial(self._operands, document_BT, None)
-        return *gathered, *saving_inputs_only(make, *parameters, *gathered)
+        return saving_inputs_only(make, *parameters, *gathered)  # type: ignore[return-value]
 
     def _heads(
         self, document_BS: Tensor | None, earlier_BWC: Tensor | None, *inputs: Tensor

@@ -72,7 +72,8 @@ class Recomputation:
 
     def add(self, tensors: tuple[Tensor, ...], make: Make, *sources: Tensor) -> None:
         """Register `tensors`, which `make(*sources)` recomputes. The sources should be tensors that
-        autograd saves anyway.
+        autograd saves anyway, or registered themselves; then they are recomputed, too, once for all
+        that need them.
 
         `make` runs in backward, without autograd, with the present state of autocast. Call this
         inside `watch`.
@@ -80,8 +81,15 @@ class Recomputation:
         if not self._is_active():
             return
         pack, unpack = self._outer_hooks
-        packed = [pack(x.detach()) for x in sources]
-        group = _Group(lambda: make(*map(unpack, packed)), tensors[0].device.type)
+        packed = [
+            placeholder.count_use() if placeholder is not None else pack(x.detach())
+            for x, placeholder in zip(sources, map(self.placeholder, sources), strict=True)
+        ]
+
+        def make_again() -> tuple[Tensor, ...]:
+            return make(*(x() if isinstance(x, Placeholder) else unpack(x) for x in packed))
+
+        group = _Group(make_again, tensors[0].device.type)
         if self._warmed_up is not None:
             self._num_added += 1
             key = (self._num_added, group.autocast, *((x.shape, x.dtype) for x in sources))
