@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,10 +19,11 @@ from lather.checkpoint.held import held_checkpoint
 from lather.checkpoint.save import write_first_checkpoint
 from lather.commands.parsing import parse_arguments, parse_size
 from lather.config.config import Config, LoopConfig, Patterns
-from lather.config.fields import family_named
+from lather.config.context_length import LENGTH, SCALING, reaching, with_overrides
+from lather.config.fields import build, family_named
 from lather.config.optim import optim_config
 from lather.config.run_folder import PROVENANCE
-from lather.config.toml_file import config_to_toml, folder_of
+from lather.config.toml_file import config_to_toml, folder_of, without_none
 from lather.data.config import DataConfig
 from lather.data.documents import load_tokenizer
 from lather.data.recipe import END_OF_TEXT
@@ -57,6 +58,18 @@ has learned."""
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of the rotary embedding, for longer sequences than the model was trained with."""
+
+    factor: float | None = None
+    """Ratio of the new maximal length to the original length; left out: the model stays as it
+    is."""
+    original_max_position_embeddings: int | None = None
+    """Original maximal length, in tokens; left out: that in the model's scaling, or its
+    max_position_embeddings."""
+
+
+@dataclass(frozen=True)
 class ImportArguments:
     """Make a run at step 0 from a Hugging Face folder, or from a model of a hub, to generate text,
     to train further, or to export. Its weights become fp32."""
@@ -72,6 +85,10 @@ class ImportArguments:
     ignore_fields: Patterns = ()
     """Fields of config.json that are passed over although they may change the model;
     rope_scaling.KEY for one in another."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    max_position_embeddings: int | None = None
+    """Maximal length of a sequence, in tokens; left out: that of config.json, or with
+    --rope-scaling.factor that which it reaches."""
 
     @property
     def reading(self) -> Reading:
@@ -115,6 +132,7 @@ def import_command(arguments: list[str]) -> None:
     check_new_folder(parsed.run)
     folder, address = _published(parsed)
     weights, model = open_hugging_face(folder, **parsed.reading)
+    model = _extended(parsed, model)
     config = _config(parsed, folder, model)
     with complete_folder(parsed.run) as aside:
         write_first_checkpoint(aside / "checkpoints", lambda file: copy_weights(weights, file))
@@ -233,6 +251,19 @@ def _published(parsed: ImportArguments) -> tuple[Path, Address | None]:
         if parsed.model.startswith(SCHEME):
             raise
         raise HubError(f"{parsed.model}: no such folder here, and {error}") from None
+
+
+def _extended(parsed: ImportArguments, model: ModelConfig) -> ModelConfig:
+    """Return the model with the scaling and the length that the command line gives."""
+    given = {
+        **{f"model.{SCALING}.{name}": value for name, value in asdict(parsed.rope_scaling).items()},
+        f"model.{LENGTH}": parsed.max_position_embeddings,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return reaching(model)
+    before = without_none(asdict(reaching(model)))
+    return build(type(model), with_overrides({"model": before}, given)["model"], "model.")
 
 
 def _config(parsed: ImportArguments, folder: Path, model: ModelConfig) -> Config:

@@ -3,10 +3,10 @@
 `--optim.lr 0.1` becomes a field in five steps. `read_line` divides the command line at its options.
 `read_values` reads the file, with the rules and the model family that the command line chooses.
 `options_of_command` lists the options: the fields of the dataclasses for these rules and this
-family. `values_of_line` gives each option its words, under the dotted name `optim.lr`, and `merged`
-puts them in the place of the file's values. `build` converts each value once, to the type of
-its field, and makes the dataclasses, which check ranges. A value of the file in whose place the
-command line puts another is not looked at.
+family. `values_of_line` gives each option its words, under the dotted name `optim.lr`, and
+`with_overrides` puts them in the place of the file's values. `build` converts each value once, to
+the type of its field, and makes the dataclasses, which check ranges. A value of the file in whose
+place the command line puts another is not looked at.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from lather.commands.help import ALL, SECTIONS, about, show_configuration, show_
 from lather.commands.options import options_of_command
 from lather.commands.parsing import Line, name_of_option, read_line, unknown_options, values_of_line
 from lather.config.config import Config
-from lather.config.fields import build, merged, section_at
+from lather.config.context_length import with_overrides
+from lather.config.fields import build, section_at
 from lather.config.toml_file import (
     describe_unknown,
     naming,
@@ -68,7 +69,7 @@ def parse_with_config(
         _refuse_unknown(file, values, [] if topic is not None else unknown_options(line, options))
         if topic is None:
             overrides = values_of_line(line, options, f"lather {command} CONFIG")
-            return build(cls, merged(values, overrides)), (path or Path()).stem
+            return build(cls, with_overrides(values, overrides)), (path or Path()).stem
     if topic:
         show_configuration(command, options, values, topic)
     else:

@@ -336,7 +336,9 @@ class Config:
         constraint = "at least 257 for byte-level BPE"
         require(vocab_size >= 257, "model.vocab_size", vocab_size, constraint)
         length, constraint = self.train.sequence_length, "at most model.max_position_embeddings"
-        require(length <= longest, "train.sequence_length", length, f"{constraint} ({longest})")
+        remedy = f"lower it, or give the model more: {longer_model(self.model, length)}"
+        constraint += f" ({longest}): {remedy}"
+        require(length <= longest, "train.sequence_length", length, constraint)
         cp = self.parallel.cp
         constraint = f"a multiple of 2 * parallel.cp = {2 * cp}, so that every rank has two slices"
         require(cp == 1 or length % (2 * cp) == 0, "train.sequence_length", length, constraint)
@@ -392,6 +394,17 @@ class Config:
         if self.moe.balance_coefficient is not None:
             return self.moe
         return replace(self.moe, balance_coefficient=self.model.balance_loss_coef)
+
+
+def longer_model(model: ModelConfig, length: int) -> str:
+    """Return the settings with which a model takes sequences of `length` tokens."""
+    scaling, longest = model.rope_scaling, model.max_position_embeddings
+    before = longest if scaling is None else longest / scaling.factor
+    factor = math.ceil(100 * length / before) / 100
+    return (
+        f"with trained weights model.rope_scaling.factor {factor:g}, with new ones "
+        f"model.max_position_embeddings {length}"
+    )
 
 
 def check_parallel(config: Config, world_size: int, option: str = "--nproc") -> None:

@@ -17,6 +17,7 @@ from typing import Any, Unpack
 import tomli_w
 
 from lather.config.config import Config, LoopConfig
+from lather.config.context_length import LENGTH, SCALING, completed, reaching, with_overrides
 from lather.config.fields import (
     build,
     family_named,
@@ -57,7 +58,7 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
     """
     overrides = overrides or {}
     with naming(path, overrides):
-        return config_from_mapping(merged(read_values(path, overrides), overrides))
+        return config_from_mapping(with_overrides(read_values(path, overrides), overrides))
 
 
 def load_run(run_dir: Path) -> Config:
@@ -100,6 +101,8 @@ def read_values(path: Path | None, overrides: Mapping[str, Any]) -> dict[str, An
         check_format(Path(run_dir))
     if init_from:
         mapping = _with_model(mapping, init_from, run_dir, overrides)
+    if isinstance(model := mapping.get("model"), dict):
+        mapping["model"] = completed(model, model, _flat(model))
     return values_for(mapping, overrides)
 
 
@@ -133,11 +136,11 @@ def values_for(mapping: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 def _with_model(
     mapping: dict[str, Any], init_from: str, run_dir: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Add `[model]` to a configuration that has at most the model's family: the model of the run
-    that is already in `run_dir`, or else of `init_from`. The default sequence length is then at
-    most the model's."""
+    """Add `[model]` to a configuration that has at most the model's family and length: the model of
+    the run that is already in `run_dir`, or else of `init_from`. The default sequence length is
+    then at most the model's."""
     given = mapping.get("model", {})
-    if not isinstance(given, dict) or given.keys() - {"model_type"}:
+    if not isinstance(given, dict) or given.keys() - {"model_type", SCALING, LENGTH}:
         return mapping
     if run_dir and (Path(run_dir) / "config.toml").is_file():
         model = load_run(Path(run_dir)).model
@@ -152,8 +155,18 @@ def _with_model(
     if isinstance(train, dict):
         length = min(LoopConfig().sequence_length, model.max_position_embeddings)
         train = {"sequence_length": length, **train}
-    values = {**_without_none(dataclasses.asdict(model)), **given}
+    theirs = without_none(dataclasses.asdict(model))
+    values = completed(theirs, merged(theirs, _flat(given)), _flat(given))
     return {**mapping, "model": values, "train": train}
+
+
+def _flat(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a section by dotted name, with those of its own sections."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        inner = _flat(value) if isinstance(value, dict) else {}
+        flat |= {f"{key}.{name}": item for name, item in inner.items()} or {key: value}
+    return flat
 
 
 def folder_of(init_from: str) -> Path:
@@ -164,10 +177,11 @@ def folder_of(init_from: str) -> Path:
 
 def model_of(init_from: str, **reading: Unpack[Reading]) -> ModelConfig:
     """Read the model of a run directory, or of a Hugging Face folder, whose config.json is read as
-    `reading` says. Raises ConfigError, or ExchangeError for a bad config.json."""
+    `reading` says, with the length that its YaRN reaches. Raises ConfigError, or ExchangeError for
+    a bad config.json."""
     source = folder_of(init_from)
     if (source / CONFIG_FILE).is_file():
-        return read_config(source, **reading)
+        return reaching(read_config(source, **reading))
     if not (source / "config.toml").is_file():
         raise ConfigError(
             f"init_from = {init_from!r} is not valid: it must be a run directory, or a folder with "
@@ -195,7 +209,7 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
     """Build a `Config` from nested mappings; missing keys, and those that are None, get their
     defaults. Raises a ConfigError that names all unknown keys, or the first value that is not
     valid."""
-    mapping = _without_none(mapping)
+    mapping = without_none(mapping)
     if unknown := [(repr(name), hint) for name, hint in unknown_keys(mapping)]:
         raise ConfigError(describe_unknown(unknown, "key"))
     return build(Config, mapping)
@@ -232,12 +246,13 @@ def config_to_toml(config: Config) -> str:
 
 def values_of_config(config: Config) -> dict[str, Any]:
     """Return the values of a configuration, as its TOML would hold them."""
-    return _without_none(dataclasses.asdict(config))
+    return without_none(dataclasses.asdict(config))
 
 
-def _without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
+def without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping without the values that are None, also in its sections."""
     return {
-        key: _without_none(value) if isinstance(value, dict) else value
+        key: without_none(value) if isinstance(value, dict) else value
         for key, value in mapping.items()
         if value is not None
     }

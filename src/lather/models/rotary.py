@@ -40,7 +40,8 @@ class YarnConfig:
     factor: float = 1.0
     """Ratio of the new maximal length to the original length; 1: no change."""
     original_max_position_embeddings: int = 4096
-    """Original maximal length of a sequence, in tokens."""
+    """Original maximal length of a sequence, in tokens. If a configuration leaves it out, it is the
+    model's max_position_embeddings, as it was before a factor was given."""
     beta_fast: float = 32.0
     """Frequencies of pairs with more than this number of rotations within the original length are
     not changed."""
@@ -127,7 +128,8 @@ class Llama3RopeConfig:
     factor: float = 8.0
     """Divisor of the low frequencies; 1: no change."""
     original_max_position_embeddings: int = 8192
-    """Original maximal length of a sequence, in tokens."""
+    """Original maximal length of a sequence, in tokens. If a configuration leaves it out, it is the
+    model's max_position_embeddings, as it was before a factor was given."""
     low_freq_factor: float = 1.0
     """Frequencies of pairs with fewer than this number of rotations within the original length are
     divided by `factor`."""

@@ -66,22 +66,40 @@ def find_weights(config: Config) -> Path:
 
 
 def notes_on_weights(path: Path, config: Config) -> list[str]:
-    """Return sentences about the Hugging Face folder that `find_weights` returned; none for a
-    checkpoint."""
-    return notes_on_config(path, **config.reading) if (path / CONFIG_FILE).is_file() else []
+    """Return sentences about the Hugging Face folder that `find_weights` returned, and about
+    positions that its model, or that of a checkpoint, was not trained with."""
+    is_published = (path / CONFIG_FILE).is_file()
+    notes = notes_on_config(path, **config.reading) if is_published else []
+    theirs, ours = model_of(config.init_from, **config.reading), config.model
+    if theirs.rope_scaling != ours.rope_scaling and (scaling := ours.rope_scaling) is not None:
+        before = "no" if theirs.rope_scaling is None else "another"
+        notes.append(
+            f"model.rope_scaling: {scaling.rope_type}, factor {scaling.factor:g}, for a model of "
+            f"{scaling.original_max_position_embeddings:,} positions, so sequences of up to "
+            f"{ours.max_position_embeddings:,} tokens; init_from has {before} scaling"
+        )
+    elif config.train.sequence_length > theirs.max_position_embeddings:
+        notes.append(
+            f"train.sequence_length is {config.train.sequence_length:,}, but the model of "
+            f"init_from has {theirs.max_position_embeddings:,} positions: model.rope_scaling.factor"
+            " adapts it to longer sequences"
+        )
+    return notes
 
 
 def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     """Raise ConfigError, naming the first field that differs, unless both models compute the same
-    from the same weights; ours may have fewer blocks of multi-token prediction."""
+    from the same weights; ours may have fewer blocks of multi-token prediction, and a scaling of
+    its own of the rotary embedding, for longer sequences."""
     of_training = {"initializer_range", "max_position_embeddings", *ours.balance_fields}
     names = [field.name for field in fields(ours) if field.name not in of_training]
     if type(theirs) is not type(ours):
         names = ["model_type"]
     for name in names:
         old, new = getattr(theirs, name), getattr(ours, name)
-        fewer = name == "num_nextn_predict_layers" and new < old
-        if old != new and not fewer:
+        may_differ = name == "num_nextn_predict_layers" and new < old
+        may_differ |= name == "rope_scaling" and new is not None
+        if old != new and not may_differ:
             raise ConfigError(
                 f"init_from = {init_from!r} is another model: "
                 f"model.{name} is {as_toml(old)} there and {as_toml(new)} here: "
