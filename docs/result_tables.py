@@ -10,8 +10,9 @@ Two markers ask for the table of a study and a setting:
     <!-- table: short qwen-1k -->
     <!-- end of table -->
 
-and `state-formats moments` for that of the formats of a part of the optimizer state. A quoted
-number is a link to its rows whose title says which number it is; `QUOTABLE` has the forms:
+`state-formats moments` for that of the formats of a part of the optimizer state, and
+`context-exchange 8` for that of the exchange of 8 context ranks. A quoted number is a link to its
+rows whose title says which number it is; `QUOTABLE` has the forms:
 
     [0.58](../benchmarks/results/convergence/short/rows.jsonl "qwen-8k: steps of muon to adamw")
 """
@@ -29,7 +30,7 @@ from typing import Any
 # so that the checkout's `benchmarks`, which is not installed, is found
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import optimizer_report
+from benchmarks import context_exchange, optimizer_report
 from benchmarks.convergence.analysis import Findings
 from benchmarks.convergence.command import BASELINES, load_findings
 from benchmarks.convergence.queue import read_rows
@@ -70,6 +71,8 @@ def table(study: str, setting: str) -> str:
     """Make a table, in Markdown."""
     if study == "state-formats":
         return formats_table(setting)
+    if study == "context-exchange":
+        return context_exchange.markdown_table(_rows(context_exchange.OUT), int(setting))
     findings = findings_of(study)
     present = findings.contestants(setting)
     whole = markdown_table(findings, setting, [name for name in BASELINES if name in present])
