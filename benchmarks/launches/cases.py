@@ -8,11 +8,12 @@ whose every parameter is cut along dim 0 (FSDP2). What travels between ranks is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks.launches.counter import Counter
@@ -33,10 +34,12 @@ from lather.optim.batched.layouts import layout_of
 from lather.optim.rules.kl_soap import KLSOAPRule
 from lather.optim.sharded.owners import share_out
 from lather.optim.sharded.placement import Spread, boxes_of
+from lather.parallel.context_ranks import ContextRanks
 from lather.parallel.mesh import Mesh
 from lather.pipeline.chunk import ChunkTape, MicroBatch
 from lather.pipeline.model_part import ModelPart, PartLayers, Stage, empty_part
 from lather.pipeline.segments import Segments
+from lather.torch_private import start_fake_process_group
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2-Lite": (
@@ -194,10 +197,11 @@ def rows_of_expert(tokens: int, model: ModelConfig) -> int:
 
 
 def block_case(
-    model: str, tokens: int = TOKENS, precision: str = "bf16", sizes: ModelConfig | None = None
+    model: str, tokens: int = TOKENS, precision: str = "bf16", context_ranks: int = 1
 ) -> LaunchCase:
-    """Make the case of an MoE block, forward and backward, as the engine runs it in one process."""
-    config = sizes or model_config(model, num_hidden_layers=2)
+    """Make the case of an MoE block, forward and backward, as the engine runs it in one process, or
+    on one of the ranks that each have so many tokens of a sequence."""
+    config = model_config(model, num_hidden_layers=2)
 
     def rows(counter: Counter) -> Iterator[str]:
         counter.rows_of_expert = rows_of_expert(tokens, config)
@@ -216,27 +220,44 @@ def block_case(
             autocast=torch.bfloat16 if precision == "bf16" else None,
             rounded_weights=kept,
         )
-        stage, layout = Stage(0, (block,)), SequenceLayout(1, tokens, counter.device)
+        stage = Stage(0, (block,))
+        context = ContextRanks(0, context_ranks) if context_ranks > 1 else None
+        layout = SequenceLayout(1, tokens * context_ranks, counter.device, context=context)
         tokens_BS = torch.zeros(1, tokens, dtype=torch.long, device=counter.device)
         batch = MicroBatch(tokens_BS, tokens_BS, layout)
-        for _ in range(2):  # the second pass finds masks and rotary tables made
-            for p in block.parameters():
-                p.grad = None
-            x_BSD, tape = (
-                torch.empty(1, tokens, part.hidden_size, device=counter.device),
-                ChunkTape(batch),
-            )
-            counter.restart()
-            with kept.caching():
-                y_BSD = _finish(segments.forward(stage, x_BSD, tape, []))
-                _finish(segments.backward(tape, torch.empty_like(y_BSD)))
+        with _ranks(context_ranks, counter.device):
+            for _ in range(2):  # the second pass finds masks and rotary tables made
+                for p in block.parameters():
+                    p.grad = None
+                x_BSD, tape = (
+                    torch.empty(1, tokens, part.hidden_size, device=counter.device),
+                    ChunkTape(batch),
+                )
+                counter.restart()
+                with kept.caching():
+                    y_BSD = _finish(segments.forward(stage, x_BSD, tape, []))
+                    _finish(segments.backward(tape, torch.empty_like(y_BSD)))
         yield "forward and backward"
 
-    return LaunchCase(
-        f"an MoE block of {model}",
-        {"part": "block", "model": model, "tokens": tokens, "precision": precision},
-        rows,
-    )
+    name = f"an MoE block of {model}"
+    described: dict[str, Any] = {"part": "block", "model": model}
+    if context_ranks > 1:
+        name += f", a context rank of {context_ranks}"
+        described |= {"context_ranks": context_ranks}
+    return LaunchCase(name, described | {"tokens": tokens, "precision": precision}, rows)
+
+
+@contextmanager
+def _ranks(number: int, device: torch.device) -> Iterator[None]:
+    """Pretend that there are so many ranks, of which this one is the first."""
+    if number == 1:
+        yield
+        return
+    start_fake_process_group(0, number, device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def loss_case(

@@ -22,6 +22,8 @@ from benchmarks.report import Row, RowFile, environment
 from lather.console import FittedTable, command_console, titled_table
 from lather.errors import require
 
+CONTEXT_RANKS = 8
+"""Number of ranks among which the sequence of a block is divided, if it is divided."""
 GIB = 2**30
 
 
@@ -70,6 +72,7 @@ def cases(options: LaunchesBenchmark) -> Iterator[LaunchCase]:
                     yield optimizer_case(rule, model, ranks, layers)
     for model in options.models if "block" in options.parts else ():
         yield block_case(model)
+        yield block_case(model, context_ranks=CONTEXT_RANKS)
     if "loss" in options.parts:
         yield loss_case()
     for model in options.models[:1] if "step" in options.parts else ():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from exchange_cases import Case, from_tables
 from torch import Tensor
 
-from lather.models.moe import Pending
+from lather.models.pending import Pending
 from lather.parallel.exchange_plan import DispatchHandle
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.pipeline.tape import Frees

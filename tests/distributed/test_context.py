@@ -3,10 +3,7 @@ on whole sequences."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -14,14 +11,17 @@ import torch
 from engines import Case, make_pair
 from ranks import run_ranks
 from test_engine import ALL, check_gradients
-from torch import Tensor
 
 from lather.models.context import Context
+from lather.models.moe import MoE
 from lather.models.saving.recomputed import Recomputation
 from lather.models.token_positions import SequenceLayout
 from lather.parallel import context_ranks
 from lather.parallel.context_ranks import by_rank, in_order
+from lather.pipeline.model_part import Stage
+from lather.pipeline.segments import Segments
 from models.tiny import tiny_family_model
+from models.twins import Twins, input_of, stops, tape_of
 
 CPU = torch.device("cpu")
 SINKS = {"family": "gpt_oss", "changes": {"sliding_window": 5}}
@@ -92,7 +92,8 @@ def test_slices_are_equal_and_in_order() -> None:
     for size in (1, 2, 4, 8):
         parts = [Context(rank, size).local(x_BTX) for rank in range(size)]
         assert in_order(torch.stack(parts)).equal(x_BTX)
-        assert by_rank(x_BTX, size).equal(torch.stack(parts))
+        slices_CB2HX = torch.stack(parts).unflatten(2, (2, -1))
+        assert by_rank(x_BTX, size).equal(slices_CB2HX.transpose(1, 2))
         work = [sum(int(i) + 1 for i in Context(r, size).indices(16, CPU)) for r in range(size)]
         assert len(set(work)) == 1, "causal attention is equal work"
     assert Context(0, 2).slices(8) == (slice(0, 2), slice(6, 8))
@@ -133,16 +134,25 @@ def test_under_autocast_ranks_exchange_bf16() -> None:
             assert error < 5e-3, (case.name(), error)
 
 
-@dataclass(frozen=True)
-class Twins(Context):
-    """Two context ranks that have the same tokens, and what was gathered so far."""
-
-    gathered: list[weakref.ref[Any]] = field(default_factory=list)
-
-    def gather(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        whole = tuple(torch.cat((x, x), dim=1) for x in tensors)
-        self.gathered.extend(weakref.ref(x.untyped_storage()) for x in whole)
-        return whole
+@pytest.mark.parametrize("recompute", [(), ALL])
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "llama", "gpt_oss"])
+def test_another_chunk_computes_while_context_ranks_exchange(
+    family: str, recompute: tuple[str, ...]
+) -> None:
+    """An MoE block has one stop more forward and one more backward, where the gather is under way
+    together with the experts' gradients. A dense block has one forward and two backward. The tape
+    keeps nothing of whole sequences."""
+    segments = Segments(recompute=recompute)
+    for block in tiny_family_model(family).layers:
+        found, context = [], Twins(0, 2)
+        for layout in (SequenceLayout(2, 8, CPU), SequenceLayout(2, 16, CPU, context=context)):
+            tape, x_BSD = tape_of(layout), input_of(block)
+            forward, y_BSD = stops(segments.forward(Stage(0, (block,)), x_BSD, tape, []))
+            storages = [x for x in (storage() for storage in context.gathered) if x is not None]
+            assert not any(storage.nbytes() for storage in storages)
+            backward, _ = stops(segments.backward(tape, torch.ones_like(y_BSD)))
+            found.append((forward, backward))
+        assert found == ([(3, 3), (4, 4)] if isinstance(block.mlp, MoE) else [(0, 0), (1, 2)])
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -15,8 +15,9 @@ from torch import Tensor
 from lather.config.optim import optim_config
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
-from lather.models import attention
-from lather.models.attention import GroupedQueryAttention, MultiHeadLatentAttention
+from lather.models import attention, latent_attention
+from lather.models.attention import GroupedQueryAttention
+from lather.models.latent_attention import MultiHeadLatentAttention
 from lather.models.token_positions import SequenceLayout
 
 RATE = 0.05
@@ -46,7 +47,7 @@ def plain_step(pair: Pair, tokens: Tensor) -> Tensor:
         logits.append(logits_HST.masked_fill(hidden_ST, -torch.inf).amax((1, 2)))
         return attend(q, k, v, layout, **options)
 
-    with patch.object(attention, "attend", spy):
+    with patch.object(attention, "attend", spy), patch.object(latent_attention, "attend", spy):
         pair.plain_gradients(tokens)
     largest: list[Any] = [
         torch.stack(logits).unflatten(0, (-1, layers)).amax(0) if dist.get_rank() == 0 else None

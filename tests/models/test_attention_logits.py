@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.models import attention, attention_logits
-from lather.models.attention import GroupedQueryAttention, HeadSizes, MultiHeadLatentAttention
+from lather.models import attention, attention_logits, latent_attention
+from lather.models.attention import GroupedQueryAttention, HeadSizes
 from lather.models.attention_logits import largest_products, measured_layers
 from lather.models.decoder import Decoder
+from lather.models.latent_attention import MultiHeadLatentAttention
 from lather.models.layers import RMSNorm
 from lather.models.rotary import Rotary
 from lather.models.token_positions import SequenceLayout
@@ -95,7 +96,8 @@ def test_a_model_measures_what_its_attention_gets(
         expected.append(largest_of_mask(logits, seen))
         return attend(q, k, v, layout, **options)
 
-    monkeypatch.setattr(attention, "attend", spy)
+    for module in (attention, latent_attention):
+        monkeypatch.setattr(module, "attend", spy)
     measured = measure(model, random_tokens(2, LENGTH))
     for actual, logits in zip(measured.values(), expected, strict=True):
         torch.testing.assert_close(actual, logits, rtol=1e-13, atol=0)
@@ -110,7 +112,8 @@ def capture(model: Decoder, tokens_BS: Tensor, monkeypatch: pytest.MonkeyPatch) 
         return attend(*heads, **options)
 
     with monkeypatch.context() as patched, torch.no_grad():
-        patched.setattr(attention, "attend", spy)
+        for module in (attention, latent_attention):
+            patched.setattr(module, "attend", spy)
         model(tokens_BS)
     return captured[:3]
 

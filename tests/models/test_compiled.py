@@ -98,6 +98,32 @@ for grouped in (True, False):
     print(max(error(*pair) for pair in zip(*results)))
 """
 
+CONTEXT = """
+import copy, sys, torch
+from lather.models.families import build_model
+from lather.models.token_positions import SequenceLayout
+from lather.pipeline.model_part import Stage
+from lather.pipeline.segments import Segments
+from models.tiny import error, tiny_family_config
+from models.twins import Twins, input_of, stops, tape_of
+
+torch.set_num_threads(1)
+for model_type in sys.argv[1:]:
+    config = tiny_family_config(model_type, num_hidden_layers=1)
+    plain = build_model(config, torch.Generator().manual_seed(0)).double()
+    compiled, results = copy.deepcopy(plain), []
+    compiled.compile_parts(backend="aot_eager")
+    for model in (plain, compiled):
+        (block,) = model.layers
+        layout = SequenceLayout(2, 16, torch.device("cpu"), context=Twins(0, 2))
+        tape, x_BSD = tape_of(layout), input_of(block).double()
+        _, y_BSD = stops(Segments().forward(Stage(0, (block,)), x_BSD, tape, []))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            stops(Segments().backward(tape, torch.ones_like(y_BSD)))
+        results.append((y_BSD, *(p.grad for p in block.parameters())))
+    print(max(error(*pair) for pair in zip(*results)))
+"""
+
 
 def printed_by(script: str, *arguments: str) -> list[list[str]]:
     run = subprocess.run(
@@ -149,3 +175,9 @@ def test_the_compiled_parts_of_every_family_are_its_model(family: str) -> None:
     ((_, num_breaks, _, worst),) = compared(family, layers=3)
     assert num_breaks == "0"
     assert float(worst) < 1e-6
+
+
+def test_compiled_parts_of_context_ranks_have_the_same_gradients() -> None:
+    errors = [float(words[0]) for words in printed_by(CONTEXT, "deepseek_v2", "qwen3_moe")]
+    assert len(errors) == 2
+    assert max(errors) < 1e-12

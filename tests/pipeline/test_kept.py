@@ -25,7 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from benchmarks.live_bytes import PeakBytes
 from lather.models.decoder import Block
-from lather.models.moe import MoE, Pending
+from lather.models.moe import MoE
+from lather.models.pending import Pending
 from lather.models.saving.recomputed import Recomputation
 from lather.models.token_positions import SequenceLayout
 from lather.parallel.exchange_plan import DispatchHandle
@@ -33,7 +34,8 @@ from lather.parallel.expert_exchange import ExpertExchange
 from lather.pipeline import overlap
 from lather.pipeline.chunk import ChunkTape, MicroBatch
 from lather.pipeline.model_part import PartLayers, Stage, empty_part, fill
-from lather.pipeline.segments import RECOMPUTABLE, Segments
+from lather.pipeline.segment_runner import RECOMPUTABLE
+from lather.pipeline.segments import Segments
 from lather.pipeline.tape import Frees
 from models.tiny import build_model, random_normal, tiny_family_config, tiny_family_model
 

@@ -18,7 +18,8 @@ from lather.models.saving.weight_gradients import WeightGradients, defer_weight_
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline import overlap
 from lather.pipeline.chunk import BlockTape, ChunkTape, MicroBatch, RoutingSummary
-from lather.pipeline.segments import RECOMPUTABLE, Segments, Steps
+from lather.pipeline.segment_runner import RECOMPUTABLE
+from lather.pipeline.segments import Segments, Steps
 from lather.pipeline.tape import Cut, Frees
 from models.tiny import random_tokens, tiny_family_model, whole_part
 
@@ -250,8 +251,8 @@ class TooEarly(Segments):
     def _release_input(self, cut: Cut, out_BSD: Tensor) -> None:
         self.frees.release(cut._leaves[0], out_BSD, held=[])
 
-    def _attend(self, block: Block, x_BSD: Tensor, layout: SequenceLayout) -> Any:
-        cut, attended = super()._attend(block, x_BSD, layout)
+    def _attend(self, block: Block, x_BSD: Tensor, tape: ChunkTape) -> Any:
+        cut, attended = yield from super()._attend(block, x_BSD, tape)
         if self.what in ("residual", "normed rows"):
             self.frees.release(
                 attended.residual_BSD if self.what == "residual" else attended.normed_TD, held=[]

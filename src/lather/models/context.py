@@ -17,10 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from lather.models.pending import Pending
 from lather.shapes import Int
 
 
@@ -67,12 +70,36 @@ class Context:
     def gather(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return tensors of all positions, (B, T, ...) each, from those of every rank's, (B, S,
         ...), which have one dtype. Differentiable: the gradients of a position are summed over the
-        ranks, in fp32 or wider, rank 0 first.
+        ranks.
 
         Collective over the context ranks, in the forward pass and in the backward pass.
         """
+        gathered: tuple[Tensor, ...] = _GatherPositions.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def start_gather(self, tensors: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
+        """Start to gather, without autograd. Collective."""
+        raise NotImplementedError
+
+    def start_sum(self, grads: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
+        """Start to sum gradients of gathered tensors, (B, T, ...), over the ranks, in fp32 or
+        wider, in the same order on all of them; the result has those of this rank's positions, (B,
+        S, ...). Collective."""
         raise NotImplementedError
 
     def add_up(self, counts: Tensor) -> Tensor:
         """Return the sum of the ranks' counts, whole numbers in any dtype. Collective."""
         raise NotImplementedError
+
+
+class _GatherPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, context: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.context = context
+        return context.start_gather(tensors).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        context: Context = ctx.context
+        return None, *context.start_sum(grads).wait()

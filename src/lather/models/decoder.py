@@ -16,7 +16,7 @@ R tokens that this rank's experts receive, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,12 +31,13 @@ from lather.models.balance import LoadBalance
 from lather.models.context import Context
 from lather.models.experts import Experts
 from lather.models.family import FamilyConfig
+from lather.models.gathering_attention import GatheringAttention, Projected
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, RMSNorm
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.mtp import MultiTokenPrediction, look_ahead
 from lather.models.routing import Router, Routing
-from lather.models.saving.recomputed import Placeholder, Recomputation
+from lather.models.saving.recomputed import Given, Placeholder, Recomputation
 from lather.models.token_positions import SequenceLayout
 from lather.shapes import Bool, Float, Int
 
@@ -89,19 +90,55 @@ class Block(nn.Module):
         (`Recomputation`)."""
 
     def attend_and_route(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Attended:
-        recomputation = Recomputation(enabled=self.memory != "reference", warmed_up=self.warmed_up)
+        recomputation = self.recomputation()
         with recomputation.watch():
-            residual_BSD = x_BSD + self.self_attn(
-                recomputation.norm(self.input_layernorm, x_BSD), layout, recomputation
-            )
-            normed_TD = self._normed(residual_BSD)
-            recomputation.add(
-                (normed_TD,), lambda residual_BSD: (self._normed(residual_BSD),), residual_BSD
-            )
-            routing = None
-            if isinstance(self.mlp, MoE):
-                routing = self.mlp.gate(normed_TD, len(x_BSD), layout.padding)
-            return Attended(residual_BSD, normed_TD, routing, recomputation.placeholder(normed_TD))
+            normed_BSD = recomputation.norm(self.input_layernorm, x_BSD)
+            residual_BSD = x_BSD + self.self_attn(normed_BSD, layout, recomputation)
+            return self._route(residual_BSD, layout, recomputation)
+
+    def recomputation(self) -> Recomputation:
+        """Return a recomputation for one run of attention."""
+        return Recomputation(enabled=self.memory != "reference", warmed_up=self.warmed_up)
+
+    def project(
+        self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, recomputation: Recomputation
+    ) -> tuple[Projected, list[Callable[[], Tensor]]]:
+        """Run `attend_and_route` up to where context ranks exchange. Return with the results
+        functions that return the shared ones again in backward."""
+        attention = self.self_attn
+        assert isinstance(attention, GatheringAttention)
+        with recomputation.watch():
+            normed_BSD = recomputation.norm(self.input_layernorm, x_BSD)
+            projected = attention.project(normed_BSD, layout, recomputation)
+            return projected, [recomputation.keep(x) for x in projected.shared]
+
+    def attend_to_all(
+        self,
+        x_BSD: Float[Tensor, "b s d"],
+        projected: Projected,
+        layout: SequenceLayout,
+        recomputation: Recomputation,
+    ) -> tuple[Attended, Given | None]:
+        """Run the rest of `attend_and_route`. The second result takes the gathered tensors that
+        backward needs; None if autograd keeps them."""
+        attention = self.self_attn
+        assert isinstance(attention, GatheringAttention)
+        with recomputation.watch():
+            given = recomputation.given_again(projected.shared)
+            residual_BSD = x_BSD + attention.attend_to_all(projected, layout, recomputation)
+            return self._route(residual_BSD, layout, recomputation), given
+
+    def _route(
+        self, residual_BSD: Tensor, layout: SequenceLayout, recomputation: Recomputation
+    ) -> Attended:
+        normed_TD = self._normed(residual_BSD)
+        recomputation.add(
+            (normed_TD,), lambda residual_BSD: (self._normed(residual_BSD),), residual_BSD
+        )
+        routing = None
+        if isinstance(self.mlp, MoE):
+            routing = self.mlp.gate(normed_TD, len(residual_BSD), layout.padding)
+        return Attended(residual_BSD, normed_TD, routing, recomputation.placeholder(normed_TD))
 
     def _normed(self, residual_BSD: Tensor) -> Tensor:
         return self.post_attention_layernorm(residual_BSD).flatten(0, 1)

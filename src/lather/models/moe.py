@@ -15,15 +15,15 @@ K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear
+from lather.models.pending import Pending
 from lather.models.routing import Router, Routing
 from lather.shapes import Float, Int
 
@@ -41,24 +41,6 @@ class Dispatched:
     """Information with which the exchange sends results and gradients back."""
     num_pairs: int | None = None
     """Number of entries of `experts_RK` that are not -1, if the host knows it."""
-
-
-Result = TypeVar("Result")
-
-
-class Pending(Generic[Result]):
-    """A communication that has been started; it can be waited for once."""
-
-    def __init__(self, finish: Callable[[], Result]) -> None:
-        """`finish` waits, and returns the result; it and the buffers that it holds are dropped
-        afterwards."""
-        self._finish: Callable[[], Result] | None = finish
-
-    def wait(self) -> Result:
-        """Return the result. On CUDA the current stream waits for it, not the host."""
-        assert self._finish is not None, "this was waited for before"
-        finish, self._finish = self._finish, None
-        return finish()
 
 
 class Exchange:

@@ -28,6 +28,8 @@ from lather.kernels.rotary import rotate
 from lather.shapes import Float, Int
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
+Table = Float[Tensor, "#b s p"]
+"""The cosines or the sines of a rotary embedding."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,11 @@ class Routing:
     """Number of entries of `experts_TK` that are experts, where the batch has padding; None:
     all."""
 
+    @property
+    def losses(self) -> tuple[Tensor, ...]:
+        """The balance loss, and the z-loss if it is taken."""
+        return (self.balance_loss,) if self.z_loss is None else (self.balance_loss, self.z_loss)
+
 
 @dataclass(frozen=True)
 class Choice:

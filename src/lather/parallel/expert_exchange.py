@@ -44,7 +44,8 @@ from lather.device import Read, gpu_module, is_gpu, read
 from lather.kernels.combine import combine_forward
 from lather.kernels.gather import padded_index_gather
 from lather.kernels.route import check_range
-from lather.models.moe import Dispatched, Exchange, Pending
+from lather.models.moe import Dispatched, Exchange
+from lather.models.pending import Pending
 from lather.models.routing import Routing
 from lather.parallel.exchange_plan import DispatchHandle, pack_routing, plan_routing, unpack_routing
 from lather.shapes import Float
@@ -126,7 +127,7 @@ class ExpertExchange(Exchange):
             # the compute stream may have further work queued
             with gpu_module(sizes_2P2).stream(self._sizes_stream):
                 work.wait()
-                _record_use(plan.sizes_P2, sizes_2P2)
+                record_use(plan.sizes_P2, sizes_2P2)
                 sizes_2P2 = read(sizes_2P2, Read.SIZES, wait=False)
                 arrive = self._sizes_stream.record_event().synchronize
 
@@ -177,7 +178,7 @@ class ExpertExchange(Exchange):
         """Start the backward pass of combine. Raises ValueError, before anything is sent, unless
         there are T gradients."""
         _check_rows(grad_TD, len(handle.row_TK))
-        _record_use(handle.token_S)
+        record_use(handle.token_S)
         return self._send(_rows_to_send(grad_TD, handle), handle)
 
     @torch.no_grad()
@@ -205,7 +206,7 @@ class ExpertExchange(Exchange):
         return Pending(finish)
 
     def _sum_per_token(self, handle: DispatchHandle, rows_SD: Tensor) -> Tensor:
-        _record_use(handle.row_TK)
+        record_use(handle.row_TK)
         sum_TD = combine_forward(rows_SD, handle.row_TK)
         self.free_buffer(rows_SD)
         return sum_TD
@@ -230,7 +231,7 @@ class ExpertExchange(Exchange):
 
         def finish() -> Tensor:
             work.wait()
-            _record_use(rows, received)
+            record_use(rows, received)
             if free:
                 self.free_buffer(rows)
             return received
@@ -295,7 +296,7 @@ def _check_rows(rows: Tensor, expected: int) -> None:
         )
 
 
-def _record_use(*tensors: Tensor) -> None:
+def record_use(*tensors: Tensor) -> None:
     """On CUDA, tell the allocator that the current stream uses these tensors: a launch and its wait
     may be on different streams."""
     for tensor in tensors:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lather.models.token_positions import SequenceLayout
+from lather.pipeline.attention_segment import SplitCut
 from lather.pipeline.tape import Cut, Outputs
 from lather.shapes import Float, Int
 
@@ -51,7 +52,7 @@ class RoutingSummary:
 class BlockTape:
     """The kept state of a block between its forward and its backward pass."""
 
-    attend: Cut
+    attend: Cut | SplitCut
     experts: Cut
     shared: Cut | None = None
     losses: Outputs = ()

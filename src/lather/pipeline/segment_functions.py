@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.moe import MoE
 from lather.models.mtp import MultiTokenPrediction
-from lather.models.routing import Routing
 from lather.models.saving.embedding_gradient import look_up
 from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.tape import Outputs
@@ -27,14 +26,8 @@ def head_loss(norm: nn.Module, head: nn.Linear, batch: MicroBatch, x_BSD: Tensor
     return loss, x_BSD
 
 
-def router_losses(routing: Routing) -> Outputs:
-    """Return the balance loss, and the z-loss if it is taken."""
-    balance, z_loss = routing.balance_loss, routing.z_loss
-    return (balance,) if z_loss is None else (balance, z_loss)
-
-
 def router_loss_gradients(losses: Outputs, batch: MicroBatch) -> list[Tensor | None]:
-    """Return the gradients of `router_losses`; None for a loss with weight 0."""
+    """Return the gradients of `Routing.losses`; None for a loss with weight 0."""
     weights = (batch.balance_weight, batch.z_weight)
     return [
         torch.ones_like(loss).mul_(weight) if isinstance(weight, Tensor) or weight else None

@@ -10,8 +10,10 @@ At a `yield` an all-to-all has been started, and the caller may compute somethin
 (`lather.pipeline.overlap`). Work that needs no communication is done while it runs: shared experts
 while tokens travel; the experts' weight gradients while gradients travel, between two stops, so
 that the other chunk can start its exchange meanwhile. (If weight gradients are deferred, there is
-one stop less.) The mathematics is that of `Block`, whose `forward` is the reference; autograd
-graphs end at every segment (`lather.pipeline.tape`).
+one stop less.) Context ranks cut the first segment in two (`lather.pipeline.attention_segment`),
+with one stop more forward, and one backward: they gather again while the experts' gradients travel.
+The mathematics is that of `Block`, whose `forward` is the reference; autograd graphs end at every
+segment (`lather.pipeline.tape`).
 
 Kept per MoE block and token: the activations that attention and the norms keep (the normed rows are
 recomputed from the residual), the router's scores, gate/up of the experts, and indices; under
@@ -25,24 +27,20 @@ K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Generator, Sequence
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 
-from lather.models.attention_logits import not_measuring
 from lather.models.decoder import Attended, Block
 from lather.models.moe import LOCAL_EXCHANGE, Exchange, MoE
-from lather.models.routing import Routing
-from lather.models.saving.recomputed import Placeholder
 from lather.models.saving.rounded_weights import RoundedWeights
 from lather.models.saving.weight_gradients import WeightGradients
-from lather.models.token_positions import SequenceLayout
+from lather.pipeline.attention_segment import AttentionSegment, SplitCut
 from lather.pipeline.chunk import BlockTape, ChunkTape, MicroBatch, RoutingSummary
 from lather.pipeline.gathering import GATHERED, Pass
 from lather.pipeline.model_part import Stage
@@ -52,14 +50,11 @@ from lather.pipeline.segment_functions import (
     embed_tokens,
     head_loss,
     router_loss_gradients,
-    router_losses,
     run_experts,
 )
-from lather.pipeline.tape import Cut, Frees, MakeContext, Outputs, inside
+from lather.pipeline.segment_runner import SegmentRunner
+from lather.pipeline.tape import Cut, Frees, Outputs, inside
 from lather.shapes import Float
-
-RECOMPUTABLE = ("attention", "experts", "shared_experts")
-"""Segments that compute, and so can be recomputed in backward instead of kept."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -67,31 +62,16 @@ Steps = Generator[None, None, T]
 
 
 @dataclass(eq=False)
-class Segments:
+class Segments(SegmentRunner):
     """Runs micro-batches through the stages of a rank. Holds settings only, no state of a
-    micro-batch.
-
-    Raises ValueError for a segment that cannot be recomputed.
-    """
+    micro-batch."""
 
     exchange: Exchange = LOCAL_EXCHANGE
     _: KW_ONLY
-    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
-    """The queue that the layers were given."""
     frees: Frees = field(default_factory=Frees)
-    recompute: Sequence[str] = ()
-    """Some of `RECOMPUTABLE`."""
-    autocast: torch.dtype | None = None
-    """dtype of matrix products."""
     rounded_weights: RoundedWeights = field(default_factory=RoundedWeights)
     """The store of weights rounded to that dtype that the layers were given, filled while
     `lather.pipeline.executor.Executor` runs."""
-
-    def __post_init__(self) -> None:
-        if unknown := sorted(set(self.recompute) - set(RECOMPUTABLE)):
-            raise ValueError(
-                f"recompute has {unknown[0]!r}: use some of {', '.join(map(repr, RECOMPUTABLE))}"
-            )
 
     def forward(
         self,
@@ -218,7 +198,7 @@ class Segments:
     def _forward_block(
         self, block: Block, x_BSD: Tensor, tape: ChunkTape, routings: list[RoutingSummary]
     ) -> Steps[tuple[Tensor, BlockTape]]:
-        attend, attended = self._attend(block, x_BSD, tape.micro_batch.layout)
+        attend, attended = yield from self._attend(block, x_BSD, tape)
         residual_BSD, normed_TD = attended.residual_BSD, attended.normed_TD
         routing = attended.routing
         if not isinstance(block.mlp, MoE) or routing is None:
@@ -243,7 +223,7 @@ class Segments:
         )
         self._was_read(attended, tape, experts, shared)
         traveling_back = self.exchange.start_combine(partial_RD, dispatched.handle)
-        block_tape = BlockTape(attend, experts, shared, router_losses(routing), dispatched.handle)
+        block_tape = BlockTape(attend, experts, shared, routing.losses, dispatched.handle)
         del attended, normed_TD, routing, planning, dispatched, compute
         yield
         sum_TD = traveling_back.wait()
@@ -256,8 +236,12 @@ class Segments:
         self, tape: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool
     ) -> Steps[Tensor]:
         grad_TD = grad_BSD.flatten(0, 1)  # the gradient of each term of a sum is that of the sum
+        split = tape.attend if isinstance(tape.attend, SplitCut) else None
         if not tape.losses:
             gradients = [grad_BSD, *self._back(tape.experts, [grad_TD], defer=defer)]
+            if split is not None:
+                split.start_again()
+                yield
         else:
             traveling = self.exchange.start_combine_backward(
                 self._cast_for_exchange(grad_TD), tape.handle
@@ -273,6 +257,8 @@ class Segments:
                 grad_x_RD, grad_weights_RK, tape.handle
             )
             del grad_x_RD, grad_weights_RK
+            if split is not None:
+                split.start_again()
             if not defer:
                 # dropped if the generator is closed at the yield
                 entries = self.weight_gradients.take()
@@ -285,57 +271,60 @@ class Segments:
                 grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)
             of_losses = router_loss_gradients(tape.losses, batch)
             gradients = [grad_BSD, grad_normed_TD, grad_weights_TK, *of_losses]
+        if isinstance(tape.attend, SplitCut):
+            return (yield from self._backward_attend(tape.attend, gradients, defer=defer))
         (grad_in_BSD,) = self._back(tape.attend, gradients, defer=defer)
         assert grad_in_BSD is not None
         return grad_in_BSD
 
-    def _attend(self, block: Block, x_BSD: Tensor, layout: SequenceLayout) -> tuple[Cut, Attended]:
-        """Run segment 1. Its differentiable outputs are the residual, the normed rows and, in an
-        MoE block, the router's weights and losses."""
-        decision: list[Routing] = []
-        placeholders: list[Placeholder | None] = []
-
-        def attend(x_BSD: Tensor) -> Outputs:
-            attended = block.attend_and_route(x_BSD, layout)
-            placeholders.append(attended.placeholder)
-            if attended.routing is None:
-                return attended.residual_BSD, attended.normed_TD
-            decision[:] = decision or [attended.routing]
-            return (
-                attended.residual_BSD,
-                attended.normed_TD,
-                attended.routing.weights_TK,
-                *router_losses(attended.routing),
-            )
-
-        def same_decision() -> AbstractContextManager[Any]:
-            if isinstance(block.mlp, MoE):
-                return block.mlp.gate.recompute(decision[0])
-            return nullcontext()
-
-        @contextmanager
-        def second_run() -> Iterator[None]:
-            with not_measuring(block.self_attn), same_decision():
-                yield
-
-        cut, (residual_BSD, normed_TD, *of_router) = self._run(
-            "attention", attend, x_BSD, again=second_run
+    def _attend(
+        self, block: Block, x_BSD: Tensor, tape: ChunkTape
+    ) -> Steps[tuple[Cut | SplitCut, Attended]]:
+        """Run segment 1."""
+        segment = AttentionSegment(block, tape.micro_batch.layout)
+        if not segment.is_split:
+            cut, outputs = self._run("attention", segment.whole, x_BSD, again=segment.second_run)
+            return cut, segment.attended(outputs)
+        project, projected = self._run(
+            "attention", segment.project, x_BSD, again=segment.second_run
         )
-        attended = Attended(residual_BSD, normed_TD, None, placeholders[0])
-        if decision:
-            weights_TK, balance_loss, *z_loss = of_router
-            routing = replace(
-                decision[0],
-                weights_TK=weights_TK,
-                balance_loss=balance_loss,
-                z_loss=z_loss[0] if z_loss else None,
-            )
-            # a second run recomputes them
-            decision[0] = replace(
-                routing, weights_TK=weights_TK.new_empty(()).expand_as(weights_TK)
-            )
-            attended.routing = routing
-        return cut, attended
+        own, shared = segment.split(projected)
+        arriving = segment.context.start_gather(shared)
+        del projected, shared
+        yield
+        shared = arriving.wait()
+        recomputed = "attention" in self.recompute
+        with torch.no_grad() if recomputed else nullcontext():
+            attend, outputs = self._run_once("attention", segment.attend, x_BSD, *own, *shared)
+        if recomputed or segment.given is not None:
+            for x_BTx in shared:
+                self.frees.release(x_BTx, *outputs, held=tape.held)
+        split = SplitCut(segment, project, None if recomputed else attend)
+        return split, segment.attended(outputs)
+
+    def _backward_attend(
+        self, cut: SplitCut, gradients: Sequence[Tensor | None], *, defer: bool
+    ) -> Steps[Tensor]:
+        """Compute the gradient of the input of a segment in two parts."""
+        segment = cut.segment
+
+        def run_again(*inputs: Tensor) -> tuple[Cut, Outputs]:
+            function = inside(segment.second_run, segment.attend)
+            with torch.enable_grad():
+                return self._run_once("attention", function, *inputs)
+
+        cut.finish_again(run_again)
+        found = self._back(cut.attend, gradients, defer=True)
+        grad_BSD, *of_projected = (grad for grad in found if grad is not None)
+        own, shared = segment.split(tuple(of_projected))
+        arriving = segment.context.start_sum(shared)
+        del found, of_projected, shared
+        weights = segment.weights_of_all if defer else None
+        self.weight_gradients.run_those_of(weights)
+        yield
+        (grad_in_BSD,) = self._back(cut.project, [*own, *arriving.wait()], defer=defer)
+        assert grad_in_BSD is not None
+        return grad_in_BSD.add_(grad_BSD)
 
     def _shared(self, moe: MoE, attended: Attended) -> tuple[Cut | None, Tensor | None]:
         if moe.shared_experts is None:
@@ -368,33 +357,3 @@ class Segments:
         for term in (sum_TD, total_TD) if shared_TD is None else (sum_TD, shared_TD, total_TD):
             self.frees.release(term, out_BSD, held=tape.held)
         return out_BSD
-
-    def _run(
-        self,
-        name: str,
-        function: Callable[..., Outputs],
-        *inputs: Tensor,
-        again: MakeContext = nullcontext,
-        reads: Attended | None = None,
-    ) -> tuple[Cut, Outputs]:
-        """`again`: context of a second run; `reads`: the `Attended` whose normed rows are among the
-        inputs, if any."""
-        if self.autocast is not None:
-            function = inside(
-                partial(torch.autocast, inputs[0].device.type, dtype=self.autocast), function
-            )
-        with record_function(f"lather.segment.{name}"):
-            if name in self.recompute:
-                return Cut.run(function, inputs, recompute=again)
-            return Cut.run(
-                function if reads is None else inside(reads.recomputing, function), inputs
-            )
-
-    def _back(
-        self, cut: Cut, gradients: Sequence[Tensor | None], *, defer: bool
-    ) -> list[Tensor | None]:
-        self.weight_gradients.deferring = defer
-        with record_function("lather.segment.backward"):
-            inputs = cut.backward(gradients)
-        self.weight_gradients.deferring = False
-        return inputs

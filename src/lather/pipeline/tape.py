@@ -74,6 +74,14 @@ class Cut:
         self._edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
         return outputs
 
+    def repeat(self) -> Outputs:
+        """Run the segment a second time now, if it is recomputed, and return the detached
+        outputs."""
+        assert self._again is not None
+        again, self._again = self._again, None
+        with torch.enable_grad():
+            return tuple(x.detach() for x in self._record(again))
+
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Compute the gradients of the inputs (None: no gradient) from those of the outputs (None:
         zero); add parameter gradients to `.grad`.
@@ -81,9 +89,7 @@ class Cut:
         The graph is freed.
         """
         if self._again is not None:
-            with torch.enable_grad():
-                self._record(self._again)
-            self._again = None
+            self.repeat()
         pairs = [
             (edge, grad)
             for edge, grad in zip(self._edges, gradients, strict=True)

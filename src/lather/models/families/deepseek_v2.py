@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lather.models.attention import MultiHeadLatentAttention
 from lather.models.balance import LoadBalance
 from lather.models.decoder import Block
 from lather.models.family import Family
+from lather.models.latent_attention import MultiHeadLatentAttention
 from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,16 +81,8 @@ class Recomputation:
         """
         if not self._is_active():
             return
-        pack, unpack = self._outer_hooks
-        packed = [
-            placeholder.count_use() if placeholder is not None else pack(x.detach())
-            for x, placeholder in zip(sources, map(self.placeholder, sources), strict=True)
-        ]
-
-        def make_again() -> tuple[Tensor, ...]:
-            return make(*(x() if isinstance(x, Placeholder) else unpack(x) for x in packed))
-
-        group = _Group(make_again, tensors[0].device.type)
+        kept = [self.keep(x) for x in sources]
+        group = _Group(lambda: make(*(x() for x in kept)), tensors[0].device.type)
         if self._warmed_up is not None:
             self._num_added += 1
             key = (self._num_added, group.autocast, *((x.shape, x.dtype) for x in sources))
@@ -97,6 +90,26 @@ class Recomputation:
                 self._warmed_up.add(key)
                 with group.as_in_backward():
                     make(*(x.detach() for x in sources))
+        self._register(tensors, group)
+
+    def keep(self, x: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns x in backward: recomputed, if x is registered, or else as
+        autograd keeps it. Call this inside `watch`."""
+        if (placeholder := self.placeholder(x)) is not None:
+            return placeholder.count_use()
+        pack, unpack = self._outer_hooks
+        return partial(unpack, pack(x.detach()))
+
+    def given_again(self, tensors: tuple[Tensor, ...]) -> Given | None:
+        """Register tensors that the caller makes again and gives to the result before backward;
+        None if autograd saves everything. Call this inside `watch`."""
+        if not self._is_active():
+            return None
+        given = Given(tensors[0].device.type)
+        self._register(tensors, given)
+        return given
+
+    def _register(self, tensors: tuple[Tensor, ...], group: _Group) -> None:
         for number, x in enumerate(tensors):
             self._placeholders[_key(x)] = Placeholder(group, number)
 
@@ -148,6 +161,24 @@ class _Group:
             self._num_left = Counter(self.num_saved)
         self._num_left[number] -= 1
         return self._tensors[number] if self._num_left[number] else self._tensors.pop(number)
+
+
+class Given(_Group):
+    """Tensors that are not recomputed here, but given again before their first use in backward."""
+
+    def __init__(self, device: str) -> None:
+        given: list[tuple[Tensor, ...]] = []
+        super().__init__(given.pop, device)
+        self._given = given
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether autograd would have saved any of them."""
+        return bool(self.num_saved.total())
+
+    def give(self, tensors: tuple[Tensor, ...]) -> None:
+        """Take the tensors that backward will use, in the order of their registration."""
+        self._given[:] = [tensors]
 
 
 class Placeholder:

@@ -38,7 +38,7 @@ third time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +87,16 @@ class WeightGradients:
         """Remove all entries from the queue and return them, oldest first."""
         entries, self.entries = self.entries, []
         return entries
+
+    def run_those_of(self, weights: Collection[Tensor] | None) -> None:
+        """Compute the queued gradients of these weights (None: all), oldest first."""
+        chosen = None if weights is None else {id(weight) for weight in weights}
+        now: list[DeferredGradient] = []
+        later: list[DeferredGradient] = []
+        for entry in self.take():
+            (now if chosen is None or id(entry.weight) in chosen else later).append(entry)
+        self.entries = later
+        self.run(now)
 
     @staticmethod
     def run(entries: Sequence[DeferredGradient]) -> None:
