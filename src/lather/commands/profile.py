@@ -21,7 +21,6 @@ from lather.config.config import Config, check_parallel
 from lather.console import command_console
 from lather.device import is_gpu
 from lather.engine.step import pick_device
-from lather.errors import require
 from lather.files import write_numbers
 from lather.memory import profile_report as report
 from lather.memory.dry_rank import DOCUMENTS
@@ -49,13 +48,7 @@ def profile_command(arguments: list[str]) -> None:
     parsed, name = parse_with_config(ProfileArguments, "profile", arguments)
     check_writable(parsed.out, parsed.json)
     config, parallel = parsed.config, parsed.config.parallel
-    require(
-        parallel.cp == 1,
-        "parallel.cp",
-        parallel.cp,
-        "1 for a profile of whole sequences: give --parallel.cp 1, or use `lather plan`",
-    )
-    check_parallel(config, parallel.pp * parallel.ep * parallel.replicas)
+    check_parallel(config, parallel.pp * parallel.cp * parallel.ep * parallel.replicas)
     modes = MEMORY_MODES if parsed.compare else (config.moe.memory,)
     assumed = Assumed("gpu" if is_gpu(pick_device(config.train.device)) else "cpu")
     configs = [replace(config, moe=replace(config.moe, memory=mode)) for mode in modes]  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Lists the tensors that each layer of a model keeps from the forward to the backward pass of a
 micro-batch.
 
-One rank runs a training step with one micro-batch on the stand-in device
+One rank runs a training step with one micro-batch, or its slices of it, on the stand-in device
 (`lather.memory.dry_rank`). A tensor counts if the forward pass makes its storage, and the storage
 is alive when the backward pass starts; each storage counts once, with all of its bytes.
 
@@ -131,8 +131,9 @@ def profile(config: Config, assumed: Assumed) -> Profile:
     Documents and padding are those of a memory plan."""
     size = micro_batch_size(config)
     train = config.train.with_batches(size, size)
-    config = replace(config, parallel=ParallelConfig(), train=train)
-    with dry_rank(config, 1, assumed, 0, make_mode=_OriginMode) as dry:
+    cp = config.parallel.cp
+    config = replace(config, parallel=ParallelConfig(cp=cp), train=train)
+    with dry_rank(config, cp, assumed, 0, make_mode=_OriginMode) as dry:
         mode = dry.mode
         assert isinstance(mode, _OriginMode)
         for path, module in dry.engine.part.named_modules():
@@ -147,7 +148,7 @@ def profile(config: Config, assumed: Assumed) -> Profile:
         )
         return Profile(
             tuple(tensor for tensor in tensors if tensor.bytes),
-            size * train.sequence_length,
+            size * train.sequence_length // cp,
             config.model.num_routed_experts > 0,
         )
 
