@@ -13,6 +13,7 @@ from ranks import run_ranks
 from test_engine import ALL, check_gradients
 
 from lather.models.context import Context
+from lather.models.delta_net import GatedDeltaNet
 from lather.models.moe import MoE
 from lather.models.saving.recomputed import Recomputation
 from lather.models.token_positions import SequenceLayout
@@ -62,6 +63,8 @@ def test_four_context_ranks_have_the_loss_and_gradients_of_one_process() -> None
             Case(cp=2, length=8, memory="recompute"),
             Case(cp=2, replicas=2, length=8, family="qwen3_moe"),
             Case(cp=2, ep=2, length=16, family="qwen3_next", recompute=ALL),
+            Case(cp=4, length=16, family="qwen3_5_moe", poison=True),
+            Case(cp=2, pp=2, length=8, family="qwen3_next", poison=True),
         ],
     )
 
@@ -123,14 +126,15 @@ def narrow(rank: int, world_size: int, cases: list[Case]) -> list[tuple[set[torc
 
 
 def test_under_autocast_ranks_exchange_bf16() -> None:
-    """Norms and rotations, which are wider, would double the bytes. Values are compared in fp64
-    above."""
+    """Norms and rotations, which are wider, would double the bytes; states, which are few, pass in
+    fp32. Values are compared in fp64 above."""
     bf16 = Case(cp=2, length=16, layers=4, dtype=torch.float32, precision="bf16")
     families = ("deepseek_v2", "qwen3_moe", "llama", "gpt_oss", "qwen3_next")
     cases = [replace(bf16, family=family) for family in families]
     for errors in run_ranks(narrow, 2, cases):
         for case, (dtypes, error) in zip(cases, errors, strict=True):
-            assert dtypes == {torch.bfloat16}, case.name()
+            states = {torch.float32} if case.family == "qwen3_next" else set()
+            assert dtypes == {torch.bfloat16} | states, case.name()
             assert error < 5e-3, (case.name(), error)
 
 
@@ -159,16 +163,22 @@ def test_another_chunk_computes_while_context_ranks_exchange(
 @pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "llama", "qwen3_next"])
 def test_a_layer_keeps_nothing_of_whole_sequences(family: str, enabled: bool) -> None:
     """It is gathered again in backward; plain autograd keeps it. Neither graphs nor closures hold
-    it."""
+    it. Gated DeltaNet gathers ends of slices and states, and keeps them nowhere; in backward
+    gradients of states."""
     model = tiny_family_model(family)
     for layer in [block.self_attn for block in model.layers]:
+        passes_states = isinstance(layer, GatedDeltaNet)
         context, recomputation = Twins(0, 2), Recomputation(enabled=enabled)
         layout = SequenceLayout(2, 16, CPU, context=context)
         x_BSD = torch.randn(2, 8, model.norm.weight.shape[0], requires_grad=True)
         with recomputation.watch():
             y_BSD = layer(x_BSD, layout, recomputation)
         first = list(context.gathered)
-        assert any(storage() is not None for storage in first) == (not enabled)
+        is_kept = not enabled and not passes_states
+        assert any(storage() is not None for storage in first) == is_kept
         y_BSD.sum().backward()
         again = len(context.gathered) - len(first)
-        assert again == (len(first) if enabled else 0), "each is gathered again once"
+        if passes_states:
+            assert (len(first), again) == (2, 1)
+        else:
+            assert again == (len(first) if enabled else 0), "each is gathered again once"

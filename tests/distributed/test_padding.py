@@ -37,6 +37,7 @@ TWO_RANKS = [
     Case(**COMMON, cp=2, length=8, num_micro_batches=SEQUENCES),
     Case(**COMMON, cp=2, length=12, num_micro_batches=SEQUENCES, family="gpt_oss", recompute=ALL),
     Case(**COMMON, **MTP, cp=2, length=8, num_micro_batches=SEQUENCES),
+    Case(**COMMON, cp=2, length=16, num_micro_batches=SEQUENCES, family="qwen3_next"),
 ]
 FOUR_RANKS = [
     Case(**COMMON, cp=4, length=8, num_micro_batches=SEQUENCES),

@@ -186,15 +186,23 @@ class StandInForFla:
         assert scale is None
         assert use_qk_l2norm_in_kernel
         assert all(x.is_contiguous() for x in (q, k, v, g, beta))
-        assert cu_seqlens is None or (len(q) == 1 and initial_state is None)
+        assert cu_seqlens is None or len(q) == 1
         self.calls.append({"cu_seqlens": cu_seqlens, "state": initial_state})
         bounds = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-        outputs = []
-        for start, end in itertools.pairwise(bounds):
+        states = [initial_state]
+        if cu_seqlens is not None:  # a state for each document
+            count = len(bounds) - 1
+            states = [None] * count if initial_state is None else [*initial_state.split(1)]
+            assert len(states) == count
+        outputs, last = [], []
+        for (start, end), state in zip(itertools.pairwise(bounds), states, strict=True):
+            assert end > start, "fla numbers documents without counting empty ones"
+            assert state is None or state.dtype == torch.float32
             tokens = (x[:, start:end].float() for x in (q, k, v, g, beta))
-            out, state = reference.gated_delta_rule(*tokens, None, initial_state)
+            out, after = reference.gated_delta_rule(*tokens, None, state)
             outputs.append(out.to(v.dtype))
-        return torch.cat(outputs, dim=1), state if output_final_state else None
+            last.append(after)
+        return torch.cat(outputs, dim=1), torch.cat(last) if output_final_state else None
 
 
 @pytest.fixture
@@ -246,11 +254,25 @@ def test_fla_continues_a_state(standin_for_fla: StandInForFla) -> None:
     assert len(standin_for_fla.calls) == 3  # a single token takes the recurrence
 
 
+def test_fla_has_the_last_state_of_each_row(standin_for_fla: StandInForFla) -> None:
+    """Among packed documents; the state before a row is that before its first document."""
+    inputs, state = draw(70, torch.bfloat16), torch.randn(BATCH, HEADS, KEY, VALUE)
+    number_BS = draw_documents(70) + torch.tensor([[0], [100]])
+    starts = number_BS.flatten().diff().nonzero().flatten() + 1
+    packing = Documents(number_BS, torch.tensor([0, *starts.tolist(), 140]))
+    results = gated_delta_rule(*inputs, packing, state, with_state=True)
+    assert standin_for_fla.calls
+    wide = [x.detach().float() for x in inputs]
+    expected = reference.gated_delta_rule(*wide, number_BS, state)
+    for x, y in zip(results, expected, strict=True):
+        assert x is not None
+        torch.testing.assert_close(x.float(), y, atol=0.02, rtol=0.02)
+
+
 def test_fla_is_not_asked_for_what_it_has_not(standin_for_fla: StandInForFla) -> None:
     k, bounds = draw(4, torch.bfloat16)[1], torch.tensor([0, 8])
-    assert fla.takes(k, None, is_packed=False, with_state=True)
-    assert fla.takes(k, bounds, is_packed=True, with_state=False)
-    assert not fla.takes(k, bounds, is_packed=True, with_state=True)
-    assert not fla.takes(k, None, is_packed=True, with_state=False)
-    assert not fla.takes(k.float(), None, is_packed=False, with_state=False)
-    assert not fla.takes(k.repeat(1, 1, 1, 40), None, is_packed=False, with_state=False)
+    assert fla.takes(k, None, is_packed=False)
+    assert fla.takes(k, bounds, is_packed=True)
+    assert not fla.takes(k, None, is_packed=True)
+    assert not fla.takes(k.float(), None, is_packed=False)
+    assert not fla.takes(k.repeat(1, 1, 1, 40), None, is_packed=False)

@@ -35,7 +35,8 @@ class Work:
     optimizer: float = 0.0
     """Bytes sent in the optimizer's step: gradients to owners, updates from them."""
     context: float = 0.0
-    """Bytes of keys and values, or of latents, sent to context ranks, and of their gradients."""
+    """Bytes of keys and values, of latents, or of states, sent to context ranks, and of their
+    gradients."""
     frozen: float = 0.0
     """Bytes of frozen weights fetched from the host's memory."""
 

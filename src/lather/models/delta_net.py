@@ -7,13 +7,14 @@ multiplied by SiLU of a gate z. (`lather.kernels.gated_delta_rule` has the rule.
 Autograd keeps the outputs of the projections and of the rule. Backward computes the convolution,
 decays, rates, the gated output, and the rule within chunks again.
 
-Under context parallelism every rank gathers the inputs of convolution, rates and decays of all
-tokens, runs the rule over whole sequences, and keeps its own positions, so that it repeats the
-others' work in the rule; what the rule saves is of whole sequences.
+Under context parallelism a rank's slices of the sequences are rows of a batch. Of the others' a
+layer gathers the last W - 1 inputs of the convolution, and in the rule how each slice changes a
+state (`lather.kernels.gated_delta_rule.slices`), H K (K + V) numbers in fp32 or wider; nothing that
+is gathered is kept.
 
 Letters: B sequences, S positions, D hidden size, G key heads, H value heads (a multiple of G), K
 width of a head's query and key, V width of a head's value, C = 2 G K + H V channels of the
-convolution, W its width.
+convolution, W its width; with a context R slices, P positions of a slice.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lather.kernels.backend import wide_dtype
-from lather.kernels.gated_delta_rule import Documents, gated_delta_rule
+from lather.kernels.gated_delta_rule import (
+    Documents,
+    StatePassing,
+    gated_delta_rule,
+    gated_delta_rule_of_slices,
+)
 from lather.kernels.inputs_only import saving_inputs_only
 from lather.kernels.rms_norm import rms_norm
-from lather.models.context import Context
 from lather.models.layers import Linear, RMSNorm, project
 from lather.models.saving.recomputed import NO_RECOMPUTATION, Recomputation
+from lather.models.sequence_slices import SequenceSlices
 from lather.models.token_positions import SequenceLayout
 from lather.shapes import Float, Int
 
@@ -109,79 +115,70 @@ class GatedDeltaNet(nn.Module):
         layout: SequenceLayout,
         recomputation: Recomputation = NO_RECOMPUTATION,
     ) -> Float[Tensor, "b s d"]:
-        cache, state, earlier_BWC = layout.cache, None, None
+        cache, state = layout.cache, None
+        earlier: list[Tensor] = []
         if cache is not None:
             if layout.padding is not None:  # zeros change neither convolution nor state
                 x_BSD = layout.padding.fill(x_BSD.flatten(0, 1), 0).view_as(x_BSD)
-            earlier_BWC, state = cache.state_of(self) or (None, None)
+            *earlier, state = cache.state_of(self) or (None,)
         projected = project(x_BSD, *(self.get_submodule(name) for name in self.projections))
-        if layout.context is None:
-            heads_of = partial(self.heads, layout.documents, earlier_BWC)
-            heads = heads_of(*projected)
-            recomputation.add(heads, heads_of, *projected)
+        slices = layout.slices(self.sizes.kernel_size - 1)
+        if slices is not None:
+            out_BSHV = self._of_slices(slices, projected, recomputation)
         else:
-            gather = partial(self.gathered, layout.context)
-            gathered = gather(*projected)
-            recomputation.add(gathered, gather, *projected)
-            heads_of = partial(self.heads_of_all, layout.documents)
-            heads = heads_of(*gathered)
-            recomputation.add(heads, heads_of, *gathered)
-        documents = None
-        if layout.documents is not None:
-            documents = Documents(layout.documents, layout.cu_seqlens)
-        out_BSHV, state = gated_delta_rule(*heads, documents, state, with_state=cache is not None)
-        if cache is not None:
-            assert state is not None
-            cache.set_state(self, self._last_inputs(earlier_BWC, projected), state)
-        if layout.context is not None:
-            out_BSHV = layout.context.local(out_BSHV)
+            heads = self._registered(layout.documents, (*projected, *earlier), recomputation)
+            documents = None
+            if layout.documents is not None:
+                documents = Documents(layout.documents, layout.cu_seqlens)
+            with_state = cache is not None
+            out_BSHV, state = gated_delta_rule(*heads, documents, state, with_state=with_state)
+            if cache is not None:
+                assert state is not None
+                cache.set_state(self, self._last_inputs(projected, *earlier), state)
         gated = self.gated(out_BSHV, *projected)
         recomputation.add(gated, self.gated, out_BSHV, *projected)
         return self.out_proj(*gated)
 
-    def heads(
-        self, document_BS: Tensor | None, earlier_BWC: Tensor | None, *projected: Tensor
+    def _of_slices(
+        self, slices: SequenceSlices, projected: tuple[Tensor, ...], recomputation: Recomputation
+    ) -> Tensor:
+        """Return the heads' outputs (B, S, H, V) of a context rank."""
+        rows, documents = tuple(slices.rows(x) for x in projected), None
+        earlier: list[Tensor] = []
+        if slices.num_earlier:
+            tails = (x[:, -slices.num_earlier :] for x in rows)
+            earlier.append(slices.earlier(self._split(*tails)[0]))
+        heads = self._registered(slices.document_RU, (*rows, *earlier), recomputation)
+        if slices.document_RU is not None:
+            number_RP = slices.document_RU[:, slices.num_earlier :]
+            documents = Documents(number_RP, slices.cu_seqlens)
+        passing = StatePassing(slices.gather, slices.local, slices.continues_BN)
+        return slices.positions(gated_delta_rule_of_slices(*heads, passing, documents))
+
+    def _registered(
+        self, document_BU: Tensor | None, inputs: tuple[Tensor, ...], recomputation: Recomputation
     ) -> Heads:
-        """Return the operands of the gated delta rule; `earlier_BWC` are the W - 1 inputs of the
-        convolution before the first token (None: zeros)."""
+        """Return the operands of the gated delta rule, which backward computes again."""
+        heads_of = partial(self.heads, document_BU)
+        heads = heads_of(*inputs)
+        recomputation.add(heads, heads_of, *inputs)
+        return heads
+
+    def heads(self, document_BU: Tensor | None, *inputs: Tensor) -> Heads:
+        """Return the operands of the gated delta rule from the outputs of the projections, and
+        behind these, unless zeros come first, the W - 1 inputs of the convolution before the first
+        token. `document_BU`: as `convolution` has it."""
         parameters = (self.conv1d.weight, self.A_log, self.dt_bias)
-        make = partial(self._heads, document_BS, earlier_BWC)
-        return saving_inputs_only(make, *parameters, *projected)  # type: ignore[return-value]
+        make = partial(self._heads, document_BU)
+        return saving_inputs_only(make, *parameters, *inputs)  # type: ignore[return-value]
 
-    def gathered(self, context: Context, *projected: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of convolution, rates and decays of all context ranks."""
-        qkv_BSC, _, b_BSH, a_BSH = self._split(*projected)
-        return context.gather((qkv_BSC, b_BSH, a_BSH))
-
-    def heads_of_all(self, document_BT: Tensor | None, *gathered: Tensor) -> Heads:
-        """Return the operands for the tokens of all context ranks."""
-        parameters = (self.conv1d.weight, self.A_log, self.dt_bias)
-        make = partial(self._operands, document_BT, None)
-        return saving_inputs_only(make, *parameters, *gathered)  # type: ignore[return-value]
-
-    def _heads(
-        self, document_BS: Tensor | None, earlier_BWC: Tensor | None, *inputs: Tensor
-    ) -> Heads:
-        """Return the operands, from three parameters and the outputs of the projections."""
-        filter_C1W, a_log_H, dt_bias_H, *projected = inputs
-        qkv_BSC, _, *rates = self._split(*projected)
-        return self._operands(
-            document_BS, earlier_BWC, filter_C1W, a_log_H, dt_bias_H, qkv_BSC, *rates
-        )
-
-    def _operands(
-        self,
-        document_BS: Tensor | None,
-        earlier_BWC: Tensor | None,
-        filter_C1W: Tensor,
-        a_log_H: Tensor,
-        dt_bias_H: Tensor,
-        qkv_BSC: Tensor,
-        b_BSH: Tensor,
-        a_BSH: Tensor,
-    ) -> Heads:
+    def _heads(self, document_BU: Tensor | None, *inputs: Tensor) -> Heads:
+        """Return the operands, from three parameters and the inputs of `heads`."""
         sizes = self.sizes
-        mixed_BSC = convolution(qkv_BSC, filter_C1W.squeeze(1), document_BS, earlier_BWC)
+        filter_C1W, a_log_H, dt_bias_H, *others = inputs
+        projected, earlier = others[: len(self.projections)], others[len(self.projections) :]
+        qkv_BSC, _, b_BSH, a_BSH = self._split(*projected)
+        mixed_BSC = convolution(qkv_BSC, filter_C1W.squeeze(1), document_BU, *earlier)
         q, k, v = mixed_BSC.split((*(sizes.key_width,) * 2, sizes.value_width), dim=-1)
         wide = wide_dtype(a_BSH)
         decay_BSH = -a_log_H.to(wide).exp() * F.softplus(a_BSH.to(wide) + dt_bias_H.to(wide))
@@ -224,7 +221,9 @@ class GatedDeltaNet(nn.Module):
         qkv_BSC = torch.cat([x.flatten(2) for x in qkv], dim=-1)
         return qkv_BSC, z.flatten(2), b.flatten(2), a.flatten(2)
 
-    def _last_inputs(self, earlier_BWC: Tensor | None, projected: tuple[Tensor, ...]) -> Tensor:
+    def _last_inputs(
+        self, projected: tuple[Tensor, ...], earlier_BWC: Tensor | None = None
+    ) -> Tensor:
         """Return the last W - 1 inputs of the convolution, with zeros before the first token."""
         inputs_BSC, missing = self._split(*projected)[0], self.sizes.kernel_size - 1
         if earlier_BWC is not None:
@@ -235,23 +234,26 @@ class GatedDeltaNet(nn.Module):
 def convolution(
     x_BSC: Float[Tensor, "b s c"],
     filter_CW: Float[Tensor, "c w"],
-    document_BS: Int[Tensor, "b s"] | None = None,
+    document_BU: Int[Tensor, "b u"] | None = None,
     earlier_BWC: Float[Tensor, "b v c"] | None = None,
 ) -> Float[Tensor, "b s c"]:
     """Return SiLU of the sum over lags l < W of filter[:, W - 1 - l] times the input l tokens
     earlier in the same document, in the dtype of x; `earlier_BWC` are the W - 1 inputs before the
-    first (None: zeros). The sum is computed in fp32 or wider."""
+    first (None: zeros), and then `document_BU` has their documents before those of the tokens, U =
+    W - 1 + S (without: U = S). The sum is computed in fp32 or wider."""
     length, last = x_BSC.shape[1], filter_CW.shape[1] - 1
     filter_CW = filter_CW.to(wide_dtype(x_BSC))
     if earlier_BWC is None:
         padded_BSC = F.pad(x_BSC, (0, 0, last, 0))
     else:
         padded_BSC = torch.cat((earlier_BWC, x_BSC), dim=1)
+    if document_BU is not None and earlier_BWC is None:
+        document_BU = F.pad(document_BU, (last, 0), value=-1)
     total_BSC = x_BSC * filter_CW[:, last]
     for lag in range(1, last + 1):
         lagged_BSC = padded_BSC[:, last - lag : last - lag + length]
-        if document_BS is not None:
-            same_BS = F.pad(document_BS, (lag, 0), value=-1)[:, :length] == document_BS
-            lagged_BSC = lagged_BSC * same_BS.unsqueeze(-1)
+        if document_BU is not None:
+            before_BS = document_BU[:, last - lag : last - lag + length]
+            lagged_BSC = lagged_BSC * (before_BS == document_BU[:, last:]).unsqueeze(-1)
         total_BSC = total_BSC + lagged_BSC * filter_CW[:, last - lag]
     return F.silu(total_BSC).to(x_BSC.dtype)

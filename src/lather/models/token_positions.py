@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from lather.models.context import Context
 from lather.models.flex_attention import for_device
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.rotary import Rotary
+from lather.models.sequence_slices import SequenceSlices
 from lather.shapes import Bool, Float, Int
 
 Made = TypeVar("Made")
@@ -145,6 +147,15 @@ class SequenceLayout:
             (slice(number * half, (number + 1) * half), keys.start)
             for number, keys in enumerate(of_keys)
         ]
+
+    def slices(self, num_earlier: int) -> SequenceSlices | None:
+        """Return this rank's slices as rows, for a layer that sees this number of tokens before a
+        token; None without a context."""
+        context = self.context
+        if context is None:
+            return None
+        make = partial(SequenceSlices.of, context, num_earlier, self.documents)
+        return self._once(("slices", num_earlier), make)
 
     def _append_to(self, cache: KeyValueCache) -> None:
         if torch.is_grad_enabled():

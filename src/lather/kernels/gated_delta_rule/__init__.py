@@ -3,22 +3,26 @@ values, decays with every token and is corrected along the token's key.
 
 Source: Gated DeltaNet (Yang et al., arXiv:2412.06464). `reference.py` is the recurrence over
 tokens, which a single token takes; `chunks.py` computes the same in chunks; `fla.py` calls the
-kernels of `fla-core` for bf16 and fp16 on CUDA.
+kernels of `fla-core` for bf16 and fp16 on CUDA; `slices.py` passes states between ranks that have
+slices of the sequences.
 
 Autograd keeps only the inputs: backward computes the outputs again.
 
 Letters: B sequences, S positions, G key heads, H value heads, K width of queries and keys, V width
-of values, L boundaries of documents.
+of values, L boundaries of documents; R slices of a rank, P positions of a slice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lather.kernels.gated_delta_rule import chunks, fla, reference
+from lather.kernels.gated_delta_rule.slices import SliceRule, run_slices
+from lather.kernels.gated_delta_rule.slices import StatePassing as StatePassing
 from lather.kernels.inputs_only import saving_inputs_only
 from lather.shapes import Float, Int
 
@@ -58,10 +62,7 @@ def gated_delta_rule(
     cu_seqlens = None if documents is None else documents.cu_seqlens
     validate(q_BSGK, k_BSGK, v_BSHV, decay_BSH, rate_BSH, document_BS, state_BHKV)
     single, dtype = v_BSHV.shape[1] == 1, v_BSHV.dtype  # `compute` must not hold v itself
-    is_packed = documents is not None
-    by_fla = not single and fla.takes(
-        k_BSGK, cu_seqlens, is_packed=is_packed, with_state=with_state
-    )
+    by_fla = not single and fla.takes(k_BSGK, cu_seqlens, is_packed=documents is not None)
 
     def compute(
         q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, state: Tensor | None
@@ -79,6 +80,46 @@ def gated_delta_rule(
         compute, q_BSGK, k_BSGK, v_BSHV, decay_BSH, rate_BSH, state_BHKV
     )
     return out_BSHV, states[0] if states else None
+
+
+def gated_delta_rule_of_slices(
+    q_RPGK: Float[Tensor, "r p g k"],
+    k_RPGK: Float[Tensor, "r p g k"],
+    v_RPHV: Float[Tensor, "r p h v"],
+    decay_RPH: Float[Tensor, "r p h"],
+    rate_RPH: Float[Tensor, "r p h"],
+    passing: StatePassing,
+    documents: Documents | None = None,
+) -> Float[Tensor, "r p h v"]:
+    """Return the output of every token of this rank's slices, in the dtype of v, as if all ranks'
+    slices were the sequences that they are; `documents` are those of the tokens of these rows.
+
+    Collective, here and in backward. It can be differentiated once. Raises ValueError for shapes
+    that do not match.
+    """
+    document_RP = None if documents is None else documents.number_BS
+    tokens = (q_RPGK, k_RPGK, v_RPHV, decay_RPH, rate_RPH)
+    validate(*tokens, document_RP, None)
+    return run_slices(partial(_rule_of, documents), passing, *tokens)
+
+
+def _rule_of(
+    documents: Documents | None,
+    q_RPGK: Tensor,
+    k_RPGK: Tensor,
+    v_RPHV: Tensor,
+    decay_RPH: Tensor,
+    rate_RPH: Tensor,
+) -> SliceRule:
+    """Return the rule on these tokens, by fla or in chunks."""
+    document_RP = None if documents is None else documents.number_BS
+    cu_seqlens = None if documents is None else documents.cu_seqlens
+    tokens = (q_RPGK, k_RPGK, v_RPHV, decay_RPH, rate_RPH)
+    if fla.takes(k_RPGK, cu_seqlens, is_packed=documents is not None):
+        return fla.FlaSlices(*tokens, cu_seqlens)
+    dtype = torch.promote_types(v_RPHV.dtype, torch.float32)
+    q, k, v, decay, rate = (x.to(dtype) for x in tokens)
+    return chunks.Chunks.of(q, k, v, decay, rate, document_RP)
 
 
 def validate(

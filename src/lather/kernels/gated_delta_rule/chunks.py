@@ -16,19 +16,23 @@ and on S_0, the state before it:
 over chunks with two products in each. Tokens of different documents have A = M = 0, and S_0
 reaches only the document of the token before the chunk.
 
-Letters: those of `reference`; N chunks, C tokens of a chunk, R = B H.
+All of this is affine in the state before the first token: the last state is that of a start from
+zero plus a matrix times the first state, and the same loop over [0 | I] in place of a state gives
+both (`Chunks.transition`).
+
+Letters: those of `reference`; N chunks, C tokens of a chunk, R = B H, X = V + K.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lather.kernels.gated_delta_rule.reference import prepared
+from lather.kernels.gated_delta_rule.reference import prepared, start_of_transition
 
 CHUNK = 64
 """Tokens of a chunk. The work within chunks grows with it, and the loop over chunks shrinks."""
@@ -46,28 +50,86 @@ def gated_delta_rule(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return what the reference returns; all tensors have the same dtype."""
-    length = v_BSHV.shape[1]
-    inputs = (*prepared(q_BSGK, k_BSGK, v_BSHV.shape[2]), v_BSHV, decay_BSH, rate_BSH)
-    q, k, v, decay, rate = (_in_chunks(x, chunk) for x in inputs)
-    document_BNC = None
-    if document_BS is not None:  # the padding of the last chunk belongs to the last document
-        last_B1 = document_BS[:, -1:]
-        document_BNC = _in_chunks(document_BS - last_B1, chunk) + last_B1.unsqueeze(-1)
-    out_BHNCV, state = _all_chunks(q, k, v, decay, rate, document_BNC, state_BHKV)
-    return out_BHNCV.flatten(2, 3)[:, :, :length].transpose(1, 2), state
+    tokens = (q_BSGK, k_BSGK, v_BSHV, decay_BSH, rate_BSH)
+    return Chunks.of(*tokens, document_BS, chunk=chunk).run(state_BHKV)
 
 
-def _all_chunks(
+class Chunks(NamedTuple):
+    """The operands of all chunks, which with a state give their outputs."""
+
+    across_BHN11: Tensor
+    """The factor of a chunk on the state before it, e^G_C."""
+    value_BHNCV: Tensor
+    """(I + A)^-1 b V."""
+    key_BHNCK: Tensor
+    """(I + A)^-1 b e^G K."""
+    k_BHNCK: Tensor
+    """e^(G_C - G) K."""
+    q_BHNCK: Tensor
+    """e^G Q."""
+    m_BHNCC: Tensor
+    """M."""
+    length: int
+    """Number of tokens, S, without the padding of the last chunk."""
+
+    @classmethod
+    def of(
+        cls,
+        q_BSGK: Tensor,
+        k_BSGK: Tensor,
+        v_BSHV: Tensor,
+        decay_BSH: Tensor,
+        rate_BSH: Tensor,
+        document_BS: Tensor | None = None,
+        *,
+        chunk: int = CHUNK,
+    ) -> Chunks:
+        """Return the chunks of these tokens, of which all but the documents have the same dtype."""
+        inputs = (*prepared(q_BSGK, k_BSGK, v_BSHV.shape[2]), v_BSHV, decay_BSH, rate_BSH)
+        document_BNC = None
+        if document_BS is not None:  # the padding of the last chunk belongs to the last document
+            last_B1 = document_BS[:, -1:]
+            document_BNC = _in_chunks(document_BS - last_B1, chunk) + last_B1.unsqueeze(-1)
+        q, k, v, decay, rate = (_in_chunks(x, chunk) for x in inputs)
+        return _operands(q, k, v, decay, rate, document_BNC)._replace(length=v_BSHV.shape[1])
+
+    def run(self, state_BHKV: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the outputs (B, S, H, V) and the last state, from the state before the first
+        token; None: zero."""
+        batch, heads, _, _, width = self.k_BHNCK.shape
+        if state_BHKV is None:
+            values = self.value_BHNCV.shape[-1]
+            state_BHKV = self.value_BHNCV.new_zeros(batch, heads, width, values)
+        operands = (*self[:4], state_BHKV)
+        scanned = _Scan.apply(*(x.flatten(0, 1) for x in operands))  # type: ignore[no-untyped-call]
+        state_BHNKV, d_BHNCV, last_BHKV = (x.unflatten(0, (batch, heads)) for x in scanned)
+        out_BHNCV = self.q_BHNCK @ state_BHNKV + self.m_BHNCC @ d_BHNCV
+        return out_BHNCV.flatten(2, 3)[:, :, : self.length].transpose(1, 2), last_BHKV
+
+    def transition(self) -> Tensor:
+        """Return what `reference.transition` does, (B, H, K, V + K)."""
+        width = self.k_BHNCK.shape[-1]
+        operands = (self.across_BHN11, self.value_BHNCV, self.key_BHNCK, self.k_BHNCK.mT)
+        state_BHKX = start_of_transition(self.value_BHNCV[:, :, 0, 0], width)
+        state_RKX = state_BHKX.flatten(0, 1)
+        for across_R11, value_RCV, key_RCK, k_RKC in zip(
+            *(x.flatten(0, 1).unbind(1) for x in operands), strict=True
+        ):
+            d_RCX = torch.baddbmm(F.pad(value_RCV, (0, width)), key_RCK, state_RKX, alpha=-1)
+            state_RKX = torch.baddbmm(across_R11 * state_RKX, k_RKC, d_RCX)
+        return state_RKX.view_as(state_BHKX)
+
+
+def _operands(
     q_BHNCK: Tensor,
     k_BHNCK: Tensor,
     v_BHNCV: Tensor,
     decay_BHNC: Tensor,
     rate_BHNC: Tensor,
     document_BNC: Tensor | None,
-    state_BHKV: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs, chunk by chunk, and the last state."""
-    size = k_BHNCK.shape[3]
+) -> Chunks:
+    """Return the chunks, as long as the padding makes them."""
+    num_chunks, size = k_BHNCK.shape[2:4]
     sums_BHNC = decay_BHNC.cumsum(-1)
     pairs = torch.ones(size, size, dtype=torch.bool, device=k_BHNCK.device).tril()
     from_start_BHNC = sums_BHNC.exp()
@@ -91,14 +153,8 @@ def _all_chunks(
     q_BHNCK = from_start_BHNC.unsqueeze(-1) * q_BHNCK
     k_BHNCK = to_end_BHNC.unsqueeze(-1) * k_BHNCK
     across_BHN11 = from_start_BHNC[..., -1, None, None]
-
-    batch, heads, _, _, width = k_BHNCK.shape
-    if state_BHKV is None:
-        state_BHKV = v_BHNCV.new_zeros(batch, heads, width, v_BHNCV.shape[-1])
-    operands = (across_BHN11, value_BHNCV, key_BHNCK, k_BHNCK, state_BHKV)
-    scanned = _Scan.apply(*(x.flatten(0, 1) for x in operands))  # type: ignore[no-untyped-call]
-    state_BHNKV, d_BHNCV, last_BHKV = (x.unflatten(0, (batch, heads)) for x in scanned)
-    return q_BHNCK @ state_BHNKV + m_BHNCC @ d_BHNCV, last_BHKV
+    operands = (across_BHN11, value_BHNCV, key_BHNCK, k_BHNCK, q_BHNCK, m_BHNCC)
+    return Chunks(*operands, num_chunks * size)
 
 
 class _Scan(torch.autograd.Function):

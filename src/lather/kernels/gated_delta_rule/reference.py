@@ -9,12 +9,13 @@ so that S maps k to a value nearer to v. Queries and keys are normalized first, 
 divided by sqrt(K). At the first token of a document S is zero.
 
 Letters: B sequences, S positions, G key heads, H value heads, K width of queries and keys, V width
-of values.
+of values, X = V + K.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 EPS = 1e-6
@@ -47,6 +48,30 @@ def gated_delta_rule(
         state = state + torch.einsum("bhk,bhv->bhkv", k_BSHK[:, s], change_BHV)
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, q_BSHK[:, s]))
     return torch.stack(outputs, dim=1), state
+
+
+def transition(
+    k_BSGK: Tensor,
+    v_BSHV: Tensor,
+    decay_BSH: Tensor,
+    rate_BSH: Tensor,
+    document_BS: Tensor | None = None,
+) -> Tensor:
+    """Return how the last state follows from the first, (B, H, K, V + K): side by side the last
+    state if the first is zero, and the matrix M of which M times the first comes to it. Both are
+    last states of the rule, whose columns do not depend on one another: M from the identity with
+    values of zero."""
+    values_BSHX = F.pad(v_BSHV, (0, k_BSGK.shape[-1]))
+    start_BHKX = start_of_transition(v_BSHV[:, 0], k_BSGK.shape[-1])
+    tokens = (k_BSGK, k_BSGK, values_BSHX, decay_BSH, rate_BSH)
+    return gated_delta_rule(*tokens, document_BS, start_BHKX)[1]
+
+
+def start_of_transition(v_BHV: Tensor, key_width: int) -> Tensor:
+    """Return zeros as wide as these values beside the identity, (B, H, K, V + K)."""
+    batch, heads, width = v_BHV.shape
+    eye_KK = torch.eye(key_width, dtype=v_BHV.dtype, device=v_BHV.device)
+    return F.pad(eye_KK, (width, 0)).expand(batch, heads, -1, -1)
 
 
 def prepared(q_BSGK: Tensor, k_BSGK: Tensor, heads: int) -> tuple[Tensor, Tensor]:
