@@ -411,6 +411,27 @@ MUTATIONS = (
         "models/test_attention_logits.py",
     ),
     Mutation(
+        "context: a state crosses the beginning of a document",
+        "kernels/gated_delta_rule/slices.py",
+        "return x_BHKV * continues_BN[:, number, None, None, None]",
+        "return x_BHKV",
+        "kernels/test_gated_delta_rule_slices.py",
+    ),
+    Mutation(
+        "context: the gradient of a state by its own slice alone",
+        "kernels/gated_delta_rule/slices.py",
+        "e_BNHKV[:, number] + m_BNHKK[:, number].mT @ grads[-1]",
+        "e_BNHKV[:, number]",
+        "kernels/test_gated_delta_rule_slices.py",
+    ),
+    Mutation(
+        "context: the convolution begins anew with each slice",
+        "models/sequence_slices.py",
+        "return rows_RUC[:, : self.num_earlier].contiguous()",
+        "return rows_RUC[:, : self.num_earlier] * 0",
+        "distributed/test_context_delta_net.py",
+    ),
+    Mutation(
         "context: a rank's counts alone",
         "models/balance.py",
         "return count_E if self.context is None else self.context.add_up(count_E)",

@@ -13,6 +13,7 @@ from lather.config.config import Config
 from lather.memory.dry_rank import BUILDING
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.workers import Assumed, worker_processes
+from lather.models.families import FAMILIES
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),
@@ -92,6 +93,58 @@ def test_context_ranks_divide_the_activations() -> None:
     # but for the rows of experts, which are rounded up
     assert kept[1] == pytest.approx(kept[0] / 2, rel=1e-2)
     assert kept[2] == pytest.approx(kept[0] / 4, rel=1e-2)
+
+
+def delta_net_config(layers: int, **options: Any) -> Config:
+    """Configure a Qwen3-Next model whose layers are all Gated DeltaNet."""
+    model = FAMILIES["qwen3_next"].config(
+        vocab_size=512,
+        hidden_size=128,
+        num_hidden_layers=layers,
+        layer_types=["linear_attention"] * layers,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    return replace(run_config("adamw", **options), model=model)
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.grid)])
+def test_context_ranks_divide_the_activations_of_gated_delta_net(packed: bool) -> None:
+    """Beside its tokens a layer keeps states alone, and sends them and the ends of slices: for
+    each slice and head B and M, and in backward E and M, in fp32, and the convolution's last inputs
+    and their gradients in bf16."""
+    length, kept = 1680, []
+    for size in (1, 2, 4):
+        most = []
+        for layers in (3, 6):
+            config = delta_net_config(
+                layers,
+                precision="bf16",
+                length=length,
+                parallel={"cp": size},
+                data={"packed_attention": packed},
+            )
+            planned = plan(config, size, Assumed("gpu"))
+            most.append(planned.largest.largest.of_kind("activations").max())
+            of_slice = 2 * 4 * 16 * (16 + 16) * 4 + 2 * 3 * (2 * 32 + 64) * 2
+            assert planned.work.context == (size - 1) * SEQUENCES * 2 * of_slice * layers
+        kept.append(most[1] - most[0])
+    assert 1 <= 2 * kept[1] / kept[0] < 1.05
+    assert 1 <= 4 * kept[2] / kept[0] < 1.05
+
+
+@pytest.mark.parametrize(
+    "data", [pytest.param({}, marks=pytest.mark.grid), {"packed_attention": True}]
+)
+def test_planned_peaks_with_states_that_pass(data: dict[str, Any]) -> None:
+    config = delta_net_config(4, length=280, parallel={"cp": 2}, data=data)
+    assert largest_error(config, 2) < TOLERANCE
 
 
 @pytest.mark.parametrize(

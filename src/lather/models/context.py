@@ -8,7 +8,7 @@ keys, this gives all ranks equal work:
     C = 2, T = 8     tokens 0 1 | 2 3 | 4 5 | 6 7     rank 0: 0 1 6 7     rank 1: 2 3 4 5
 
 Everything but attention computes its rank's tokens by itself; attention gathers what keys and
-values are made of from all ranks.
+values are made of from all ranks, and linear attention how each slice changes its state.
 
 Letters: B sequences, S positions of this rank, T = C * S positions of all ranks.
 """

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lather.device import to_device
 from lather.models.context import Context
 from lather.shapes import Bool, Float, Int
 
@@ -34,27 +35,23 @@ class SequenceSlices:
     """Whether the first token of a slice is of the same document as the token before it."""
 
     @classmethod
-    def of(
-        cls, context: Context, num_earlier: int, document_BT: Int[Tensor, "b t"] | None
+    def of_documents(
+        cls,
+        context: Context,
+        num_earlier: int,
+        document_BT: Int[Tensor, "b t"],
+        bounds: Int[Tensor, " l"],
     ) -> SequenceSlices:
-        """Return the slices of sequences with these documents; None: every sequence is one."""
-        if document_BT is None:
-            return cls(context, num_earlier)
+        """Return the slices of packed sequences; `bounds`, on the host, are the boundaries of the
+        documents among the B * T tokens, which the ends of rows are, too."""
         padded_BT = F.pad(document_BT, (num_earlier, 0), value=-1)
         document_RU = _with_earlier(context, padded_BT, num_earlier)
-        number_RP = document_RU[:, num_earlier:]
-        begins_RP = F.pad(number_RP.diff(dim=1), (1, 0), value=1) != 0
-        begins = begins_RP.flatten().nonzero().flatten()
-        length = number_RP.shape[1]
+        length = document_RU.shape[1] - num_earlier
         last_BN = document_BT[:, length - 1 :: length]
         continues_BN = document_BT[:, ::length] == F.pad(last_BN, (1, 0), value=-1)[:, :-1]
-        return cls(
-            context,
-            num_earlier,
-            document_RU,
-            F.pad(begins, (0, 1), value=number_RP.numel()),
-            continues_BN,
-        )
+        boundaries = _boundaries(context, len(document_BT), document_BT.shape[1], bounds)
+        cu_seqlens = to_device(boundaries, document_BT.device)
+        return cls(context, num_earlier, document_RU, cu_seqlens, continues_BN)
 
     def rows(self, x_BSx: Tensor) -> Tensor:
         """Return a tensor (B, S, ...) as (R, P, ...)."""
@@ -81,6 +78,18 @@ class SequenceSlices:
         padded_BTC = F.pad(tails_BTC, (0, 0, self.num_earlier, 0))
         rows_RUC = _with_earlier(self.context, padded_BTC, self.num_earlier)
         return rows_RUC[:, : self.num_earlier].contiguous()
+
+
+def _boundaries(context: Context, batch: int, length: int, bounds: Tensor) -> Tensor:
+    """Return the boundaries of documents among the tokens of the rows."""
+    found, place = [], 0
+    for start in range(0, batch * length, length):
+        for each in context.slices(length):
+            first, size = start + each.start, each.stop - each.start
+            inside = (bounds > first) & (bounds < first + size)
+            found.append(F.pad(bounds[inside] - first, (1, 0)) + place)
+            place += size
+    return F.pad(torch.cat(found), (0, 1), value=place)
 
 
 def _with_earlier(context: Context, padded_BTx: Tensor, num_earlier: int) -> Tensor:

@@ -111,6 +111,8 @@ class SequenceLayout:
         """Number of each key's document; None if each row is a single document."""
         self.cu_seqlens: Int[Tensor, " n"] | None = None
         """The boundaries of these documents among all tokens, from 0 to B * S; None as above."""
+        self._bounds: Int[Tensor, " n"] | None = None
+        """The same on the host."""
         self.padding: Padding | None = None
         """The positions that hold no token, at which the router looks; None: there is none."""
         self._made: dict[Any, Any] = {}
@@ -154,7 +156,10 @@ class SequenceLayout:
         context = self.context
         if context is None:
             return None
-        make = partial(SequenceSlices.of, context, num_earlier, self.documents)
+        documents, bounds = self.documents, self._bounds
+        if documents is None or bounds is None:
+            return SequenceSlices(context, num_earlier)
+        make = partial(SequenceSlices.of_documents, context, num_earlier, documents, bounds)
         return self._once(("slices", num_earlier), make)
 
     def _append_to(self, cache: KeyValueCache) -> None:
@@ -183,10 +188,11 @@ class SequenceLayout:
         check_boundaries(cu_seqlens, self.batch * length)
         rows = torch.arange(0, self.batch * length + 1, max(length, 1), device="cpu")
         bounds = read(cu_seqlens, Read.BOUNDS).long()
-        bounds = to_device(torch.cat((bounds, rows)).unique(), self.device)
+        host_bounds = torch.cat((bounds, rows)).unique()
+        bounds = to_device(host_bounds, self.device)
         starts = bounds[:-1]
         if len(starts) > self.batch:
-            self.cu_seqlens = bounds
+            self.cu_seqlens, self._bounds = bounds, host_bounds
             token_T = torch.arange(self.batch * length, device=self.device)
             document_T = torch.searchsorted(starts, token_T, right=True) - 1
             self._whole_positions = (token_T - starts[document_T]).view(self.batch, length)
