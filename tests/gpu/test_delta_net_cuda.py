@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.test_gated_delta_rule_slices import in_slices
+from lather.kernels.gated_delta_rule import Documents, gated_delta_rule
 from lather.models.delta_net import DeltaSizes, GatedDeltaNet
 from lather.models.token_positions import SequenceLayout
 from models.tiny import error, random_normal
@@ -49,4 +51,34 @@ def test_a_gpu_computes_what_the_cpu_does(
         torch.nn.init.normal_(p, std=0.3, generator=generator)
     expected = results(layer, "cpu", torch.float64, packed)
     for x, y in zip(results(layer, "cuda", dtype, packed), expected, strict=True):
+        assert error(x, y) < tolerance
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-4), (torch.bfloat16, 0.15)])
+def test_states_pass_between_slices_on_a_gpu(
+    dtype: torch.dtype, tolerance: float, packed: bool
+) -> None:
+    """In four slices; a document begins with one of them."""
+    sizes = [(2, 64), (2, 64), (4, 64), (4,), (4,)]
+    tokens = [random_normal(2, 512, *size, seed=seed) for seed, size in enumerate(sizes)]
+    tokens[3:] = -tokens[3].abs() / 10, tokens[4].sigmoid()
+    number_BT = (torch.arange(512) >= 128).long() + (torch.arange(512) >= 300).long()
+    number_BT = torch.stack((number_BT, number_BT + 3))
+    results = []
+    for device, its_dtype in (("cpu", torch.float64), ("cuda", dtype)):
+        inputs = [
+            x.to(device, its_dtype if number < 3 or its_dtype == torch.float64 else torch.float32)
+            for number, x in enumerate(tokens)
+        ]
+        inputs = [x.requires_grad_() for x in inputs]
+        numbers = number_BT.to(device) if packed else None
+        if device == "cpu":
+            out, _ = gated_delta_rule(*inputs, None if numbers is None else Documents(numbers))
+        else:
+            out = in_slices(inputs, 4, numbers)
+        weights = random_normal(*out.shape, seed=7).to(out)
+        grads = torch.autograd.grad((out * weights).sum(), inputs)
+        results.append([x.detach().double().cpu() for x in (out, *grads)])
+    for x, y in zip(*reversed(results), strict=True):
         assert error(x, y) < tolerance

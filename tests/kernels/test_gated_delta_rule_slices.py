@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,7 +39,7 @@ def boundaries(number_RP: Tensor) -> Tensor:
     """Return where documents begin among the tokens of all rows, and the number of tokens."""
     begins_RP = torch.ones_like(number_RP, dtype=torch.bool)
     begins_RP[:, 1:] = number_RP[:, 1:] != number_RP[:, :-1]
-    return torch.tensor([*begins_RP.flatten().nonzero().flatten(), number_RP.numel()])
+    return F.pad(begins_RP.flatten().nonzero().flatten(), (0, 1), value=number_RP.numel())
 
 
 def in_slices(inputs: list[Tensor], num: int, documents: Tensor | None = None) -> Tensor:
@@ -50,7 +51,7 @@ def in_slices(inputs: list[Tensor], num: int, documents: Tensor | None = None) -
     continues, packing = None, None
     if documents is not None:
         number_BNP = documents.unflatten(1, (num, -1))
-        continues = torch.zeros(BATCH, num, dtype=torch.bool)
+        continues = torch.zeros_like(number_BNP[:, :, 0], dtype=torch.bool)
         continues[:, 1:] = number_BNP[:, 1:, 0] == number_BNP[:, :-1, -1]
         packing = Documents(rows(documents), boundaries(rows(documents)))
     passing = StatePassing(
