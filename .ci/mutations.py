@@ -187,6 +187,20 @@ MUTATIONS = (
         "models/test_attention.py",
     ),
     Mutation(
+        "attention in pieces: bands of one key too many",
+        "models/attention_pieces.py",
+        "(distance_QK < window)",
+        "(distance_QK <= window)",
+        "models/test_attention_pieces.py",
+    ),
+    Mutation(
+        "block masks: full for one of its queries",
+        "models/block_masks.py",
+        "first_BQx.amax(-1).unsqueeze(-1) <= start_K",
+        "first_BQx.amin(-1).unsqueeze(-1) <= start_K",
+        "models/test_block_masks.py",
+    ),
+    Mutation(
         "models: heads keep only the columns that are rotated",
         "models/rotary.py",
         "halves=not self.interleaved), rest), dim=-1)",

@@ -40,6 +40,10 @@ chunk.
 in the constructor of a schedule, which requires real stages and process groups; the functions that
 do the work need only two numbers. The alternative is a copy of the table.
 
+`cpu_attention` and `cpu_attention_backward` are the kernels that `F.scaled_dot_product_attention`
+calls on a CPU. The public function does not return the log-sum-exp, by which attention to different
+keys is merged.
+
 `saved_tensors_hooks_in_force` returns the hooks that receive the tensors that autograd saves.
 Nested hooks hide the outer ones. Code that recomputes some tensors in backward must pass the others
 on to them; otherwise `lather profile` and torch's checkpointing would miss attention.
@@ -108,6 +112,8 @@ all_gather_single: Any = getattr(
     dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
 )
 chunk_cat = torch._chunk_cat
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_

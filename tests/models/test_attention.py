@@ -20,6 +20,7 @@ from lather.models import flex_attention as flex
 from lather.models import token_positions
 from lather.models.attention import GroupedQueryAttention, HeadSizes, QueryKeyNorm
 from lather.models.attention_kernels import attend
+from lather.models.attention_pieces import Pieces
 from lather.models.flex_attention import (
     FLEX_DTYPES,
     compiled_often,
@@ -248,16 +249,13 @@ def test_bad_boundaries_are_refused(
     assert words in str(raised.value)
 
 
-def test_a_mask_is_what_is_seen_and_the_sink() -> None:
+def test_a_mask_is_what_is_seen() -> None:
     mask = layout(packed=True).mask(3)
-    assert mask.shape == (B, 1, S + 1, S + 1)
-    assert mask[..., 0].all()
-    assert not mask[:, :, 0, 1:].any()
     expected = [
         [[sees(b, query, key, 3, packed=True) for key in range(S)] for query in range(S)]
         for b in range(B)
     ]
-    assert mask[:, 0, 1:, 1:].tolist() == expected
+    assert mask.squeeze(1).tolist() == expected
 
 
 def test_masks_and_tables_are_made_once_for_all_layers() -> None:
@@ -265,6 +263,7 @@ def test_masks_and_tables_are_made_once_for_all_layers() -> None:
     assert shared.mask(3) is shared.mask(3) is not shared.mask(4)
     assert shared.mask(S) is shared.mask(100) is shared.mask(None)
     assert shared.block_mask(3) is shared.block_mask(3)
+    assert shared.pieces(3, fp32) is shared.pieces(3, fp32) is not shared.pieces(4, fp32)
     table = shared.rotary_tables(Rotary(4, 10.0), fp32)[0]
     assert shared.rotary_tables(Rotary(4, 10.0), torch.bfloat16)[0] is table
     assert shared.rotary_tables(Rotary(4, 11.0), fp32)[0] is not table
@@ -272,25 +271,31 @@ def test_masks_and_tables_are_made_once_for_all_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "packed", "num_masks"),
+    ("model_type", "packed", "num_windows"),
     [
         ("deepseek_v2", False, 0),
+        ("deepseek_v2", True, 1),
         ("qwen3_moe", False, 0),
-        ("gpt_oss", False, 1),
+        ("gpt_oss", False, 2),
         ("gpt_oss", True, 2),
     ],
 )
-def test_a_forward_pass_makes_a_mask_per_distinct_window(
-    model_type: str, packed: bool, num_masks: int, monkeypatch: pytest.MonkeyPatch
+def test_a_forward_pass_makes_pieces_for_each_distinct_window(
+    model_type: str, packed: bool, num_windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int | None] = []
-    original: Callable[..., Any] = SequenceLayout._sees
-    monkeypatch.setattr(
-        SequenceLayout, "_sees", lambda self, window: made.append(window) or original(self, window)
-    )
+    original: Callable[..., Any] = Pieces.of
+
+    def of(segments: Any, window: int | None, *options: Any) -> Pieces:
+        made.append(window)
+        pieces: Pieces = original(segments, window, *options)
+        return pieces
+
+    monkeypatch.setattr(Pieces, "of", of)
+    monkeypatch.setattr(token_positions, "SHORT", 0)
     model = tiny_family_model(model_type, num_hidden_layers=5)
     model(random_tokens(B, S), cu_seqlens=torch.tensor(PACKED) if packed else None)
-    assert len(made) == num_masks
+    assert len(made) == num_windows
 
 
 @torch.no_grad()
@@ -327,20 +332,6 @@ def test_a_function_is_compiled_for_more_kinds_than_torch_allows_and_then_says_s
         compiled(x, "x" * 10)
     assert int(compiled(x, kinds[3])[0]) == 3
     assert dynamo_config.recompile_limit == 8
-
-
-def test_a_block_mask_is_made_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With them, it would be compiled once more."""
-    modes = []
-
-    def create(*sizes: object, device: torch.device) -> None:
-        modes.append(torch.is_grad_enabled())
-
-    monkeypatch.setattr(token_positions, "for_device", lambda function, device: create)
-    layout().block_mask(3)
-    with torch.no_grad():
-        layout().block_mask(3)
-    assert modes == [False, False]
 
 
 def test_a_kind_of_mask_is_compiled_for_at_most_five_shapes(

@@ -1,10 +1,12 @@
-"""Causal attention of given queries, keys and values: torch's fused kernels or flex attention.
+"""Causal attention of given queries, keys and values: torch's fused kernels, whole or in pieces, or
+flex attention.
 
 A `lather.models.token_positions.SequenceLayout` says which tokens a token attends to. Plain causal
-attention needs no mask; windows, documents and slices of context ranks need a boolean mask on CPU,
-and flex attention's block mask on CUDA (not with a cache, because flex attention would be compiled
-again as T grows). With sinks (GPT-OSS, arXiv:2508.10925) the softmax includes a learned logit per
-head that has no value.
+attention needs no mask. Windows, documents and slices of context ranks are pieces on a CPU, and
+flex attention's block mask on CUDA. A boolean mask of S x T elements remains for short rows on a
+CPU; on CUDA with a cache, because flex attention would be compiled again as T grows, and for what
+flex attention does not take (fp64, narrow heads). With sinks (GPT-OSS, arXiv:2508.10925) the
+softmax includes a learned logit per head that has no value.
 
 Letters: B sequences, S positions, H heads, G key-value heads, N width of a head's query and key, U
 width of a head's value, T keys: S, or all slots of a cache, or the tokens of all context ranks.
@@ -20,6 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lather.device import is_gpu
+from lather.models.attention_pieces import attend_in_pieces
 from lather.models.flex_attention import FLEX_DTYPES, FLEX_MIN_WIDTH, flexible_attention
 from lather.models.fused_attention import fused_attention
 from lather.models.saving.recomputed import Make, Recomputation
@@ -61,12 +64,13 @@ def attend(
         if register is not None and layout.context is not None:  # it saves the given tensors
             register((q, k, v), lambda x: x)
         y_BHSU = flexible_attention(q, k, v, layout.block_mask(window), scale, sinks_H)
-    elif sinks_H is None:
-        y_BHSU = fused_attention(q, k, v, layout.mask(window)[..., 1:, 1:], scale, register)
+    elif sinks_H is None and (is_gpu(v) or layout.is_short()):
+        y_BHSU = fused_attention(q, k, v, layout.mask(window), scale, register)
+    elif sinks_H is not None and is_gpu(v):
+        y_BHSU = fused_attention(*_with_sink_key(q, k, v, sinks_H, layout.mask(window), scale))
     else:
-        mask = None if layout.is_plain(window) else layout.mask(window)
-        with_sink = _with_sink_token(q, k, v, sinks_H, scale)
-        y_BHSU = fused_attention(*with_sink, mask, scale)[:, :, 1:]
+        pieces = layout.pieces(window, v.dtype)
+        y_BHSU = attend_in_pieces(q, k, v, pieces, scale, sinks_H, register)
     return y_BHSU.transpose(1, 2)
 
 
@@ -100,18 +104,15 @@ def _by_head(x_BSHN: Tensor, dtype: torch.dtype) -> Tensor:
     return x_BSHN.to(dtype).transpose(1, 2)
 
 
-def _with_sink_token(
-    q_BHSN: Tensor, k_BGSN: Tensor, v_BGSU: Tensor, sinks_H: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Represent sinks by a token before the first one: its value is zero, and an additional
-    coordinate of its key and of all queries gives each head's sink as the logit.
-
-    As the first token it is visible from everywhere in causal attention, so it needs no mask. The
-    output of the token's query is unused."""
+def _with_sink_key(
+    q_BHSN: Tensor, k_BGTN: Tensor, v_BGTU: Tensor, sinks_H: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """Represent sinks by one more key: its value is zero, and an additional coordinate of it and of
+    all queries gives each head's sink as the logit. Return queries, keys, values, mask and
+    scale."""
     sink_BHS1 = (sinks_H.to(q_BHSN.dtype) / scale)[:, None, None].expand(
         len(q_BHSN), -1, q_BHSN.shape[2], 1
     )
-    q = F.pad(torch.cat((q_BHSN, sink_BHS1), dim=-1), (0, 0, 1, 0))
-    k = F.pad(k_BGSN, (0, 1, 1, 0))
-    unit_row = F.pad(k.new_ones(1, 1), (k.shape[-1] - 1, 0, 0, k.shape[-2] - 1))
-    return q, k + unit_row, F.pad(v_BGSU, (0, 0, 1, 0))
+    q, k = torch.cat((q_BHSN, sink_BHS1), dim=-1), F.pad(k_BGTN, (0, 1, 0, 1))
+    unit_row = F.pad(k.new_ones(1, 1), (k.shape[-1] - 1, 0, k.shape[-2] - 1, 0))
+    return q, k + unit_row, F.pad(v_BGTU, (0, 0, 0, 1)), F.pad(mask, (0, 1), value=True), scale

@@ -29,10 +29,10 @@ FLEX_MIN_WIDTH = 16
 """Smallest width of a head that flex attention takes."""
 SMALL_TILES: FlexKernelOptions = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}  # type: ignore[typeddict-unknown-key]
 MOST_VARIANTS = 64
-"""Variants of a function of flex attention that a process may compile. It is compiled for each kind
-of mask (rows or documents, with a window or without), with gradients and without, and for at most
-five shapes: the first, other batch sizes, batch size 1, other lengths, and batch size 1 with
-other lengths. That makes 40; torch's limit is 8."""
+"""Variants of flex attention that a process may compile: for each kind of mask (rows or documents,
+with a window or without), with gradients and without, and for at most five shapes: the first, other
+batch sizes, batch size 1, other lengths, and batch size 1 with other lengths. That makes 40;
+torch's limit is 8. (Block masks are made without a compiler.)"""
 
 
 def flexible_attention(

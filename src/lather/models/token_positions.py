@@ -2,8 +2,9 @@
 attention derives from them.
 
 They are computed once per forward pass and shared by all layers. Plain causal attention of whole
-sequences needs no mask. Windows, documents and slices need a boolean (S + 1, T + 1) mask per
-distinct window on CPU, and on CUDA flex attention's block mask, which has no (S, T) elements.
+sequences needs no mask. With windows, documents and slices each token attends to an interval of
+keys, of which attention's pieces on a CPU, and flex attention's block mask on CUDA, are made for
+each distinct window, without (S, T) elements.
 
 Under context parallelism a layout has the tokens of a rank's slices, with the positions, documents
 and indices that they have in the whole sequences; keys are those of the whole sequences.
@@ -18,22 +19,25 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
+from torch.nn.attention.flex_attention import BlockMask, and_masks, or_masks
 
 from lather.device import Read, read, to_device
+from lather.models.attention_pieces import Pieces, Segment
+from lather.models.block_masks import block_mask_of
 from lather.models.context import Context
-from lather.models.flex_attention import for_device
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.rotary import Rotary
 from lather.models.sequence_slices import SequenceSlices
 from lather.shapes import Bool, Float, Int
 
 Made = TypeVar("Made")
+SHORT = 256
+"""Most keys of rows for which attention on a CPU has a mask of all pairs."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class SequenceLayout:
         """Return the runs of tokens that lie one after the other among the keys: their numbers, and
         the index of the first."""
         if self.context is None:
-            return [(slice(None), self.start)]
+            return [(slice(0, self.length), self.start)]
         half = self.length // 2
         of_keys = self.context.slices(self.num_keys)
         return [
@@ -253,18 +257,24 @@ class SequenceLayout:
         positions that hold no token; without a cache. None if each is the first of its row."""
         if self.padding is None and self.is_plain(window):
             return None
-        token_S = self.indices
-        first_BS = token_S - self.positions
-        if window is not None:
-            first_BS = torch.maximum(first_BS, token_S - window + 1)
+        first_BS = self._first_keys(window)
         if self.padding is not None:
             mask_BS = self.padding.mask_T.view(self.batch, self.length)
             first_BS = first_BS.masked_fill(mask_BS, self.num_keys)
         return first_BS
 
+    def _first_keys(self, window: int | None) -> Int[Tensor, "#b s"]:
+        token_S = self.indices
+        first_BS = token_S - self.positions
+        return first_BS if window is None else torch.maximum(first_BS, token_S - window + 1)
+
+    def is_short(self) -> bool:
+        """Tell whether rows are so short that one mask of all pairs takes less time than pieces."""
+        return self.num_keys <= SHORT
+
     def mask(self, window: int | None) -> Bool[Tensor, "b 1 s t"]:
-        """Return which queries (rows) attend to which keys, as (B or 1, 1, 1 + S, 1 + T), where T =
-        S without a cache; row and column 0 are for a sink, to which all queries attend."""
+        """Return which queries (rows) attend to which keys, as (B or 1, 1, S, T): for short rows, a
+        cache, and kernels that take neither pieces nor block masks."""
         window = self._effective(window)
 
         def make() -> Tensor:
@@ -273,24 +283,59 @@ class SequenceLayout:
             visible_BST = self._sees(window)(
                 batch_B[:, None, None], 0, self.indices[:, None], key_T
             )
-            mask_BST = F.pad(visible_BST.expand(len(batch_B), -1, -1), (1, 0, 1, 0))
-            mask_BST[..., 0] = True
-            return mask_BST.unsqueeze(1)
+            return visible_BST.expand(len(batch_B), -1, -1).unsqueeze(1)
 
         return self._once(("mask", window), make)
 
+    def pieces(self, window: int | None, dtype: torch.dtype) -> Pieces:
+        """Return the same as pieces for queries of this dtype. Only where rows of a cache are
+        padded do they have a mask of S x T elements."""
+        window = self._effective(window)
+
+        def make() -> Pieces:
+            if self.padding_B is not None:
+                return Pieces.whole(self.mask(window), dtype)
+            return Pieces.of(self._segments(), window, dtype, self.device)
+
+        return self._once(("pieces", window, dtype), make)
+
+    def _segments(self) -> list[list[Segment]]:
+        """Return the segments of each row, or of one for all rows if they do not differ."""
+        return [
+            [
+                Segment(
+                    slice(tokens.start + begin - start, tokens.start + end - start), begin, first
+                )
+                for tokens, start in self.runs()
+                for first, stop in pairwise(edges)
+                if (begin := max(first, start))
+                < (end := min(stop, start + tokens.stop - tokens.start))
+            ]
+            for edges in self._edges()
+        ]
+
+    def _edges(self) -> list[list[int]]:
+        """Return where the documents of each row begin and end among its keys, or those of one row
+        for all if they do not differ."""
+        bounds, length = self._bounds, self.num_keys
+        if bounds is None:
+            return [[0, length]]
+        return [
+            (bounds[(bounds >= start) & (bounds <= start + length)] - start).tolist()
+            for start in range(0, self.batch * length, length)
+        ]
+
     def block_mask(self, window: int | None) -> BlockMask:
-        """Return the same for flex attention, without a sink."""
+        """Return the same for flex attention."""
         window = self._effective(window)
 
         def make() -> BlockMask:
-            create = for_device(create_block_mask, self.device)
-            batch, sizes = self.batch if self._rows_differ() else None, (self.length, self.num_keys)
             sees = self._sees(window)
             if self.context is not None:
                 sees = _of_tokens(sees, self.indices)
-            with torch.no_grad():  # so that it is not compiled with gradients and without
-                return create(sees, batch, None, *sizes, device=self.device)
+            runs = [tokens for tokens, _ in self.runs()]
+            first_BS = self._first_keys(window)
+            return block_mask_of(first_BS, self.indices, runs, self.num_keys, sees)
 
         return self._once(("blocks", window), make)
 

@@ -210,18 +210,12 @@ def counted_triton(mode: Observer) -> AbstractContextManager[object]:
 
 
 def counted_compile(mode: Observer) -> AbstractContextManager[object]:
-    """Make `torch.compile` return flex attention as a forward and two backward kernels, a block
-    mask as a kernel, and other functions unchanged."""
-
-    counted: dict[str, Callable[..., Any]] = {
-        "flex_attention": _flex_attention,
-        "create_block_mask": _block_mask,
-    }
+    """Make `torch.compile` return flex attention as a forward and two backward kernels, and other
+    functions unchanged."""
 
     def compiled(function: Any = None, **options: Any) -> Any:
-        name = getattr(function, "__name__", "")
-        if name in counted:
-            return partial(counted[name], mode)
+        if getattr(function, "__name__", "") == "flex_attention":
+            return partial(_flex_attention, mode)
         return function if function is not None else (lambda decorated: decorated)
 
     return patch.object(torch, "compile", compiled)
@@ -283,24 +277,3 @@ class _Flex(torch.autograd.Function):
             flops=5 * ctx.flops // 2,
         )
         return None, *gradients
-
-
-def _block_mask(
-    mode: Observer,
-    rule: Callable[..., Tensor],
-    batch: int | None,
-    heads: int | None,
-    queries: int,
-    keys: int,
-    device: Any,
-) -> object:
-    """Run the mask's rule once, to check that it runs. (Scalars would be read if they are used as
-    indices.)"""
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    if not mode.is_here(rule(zero, zero, zero, zero)):
-        raise RuntimeError("the rule of a block mask answers on another device")
-    blocks = (batch or 1, heads or 1, -(-queries // 128), -(-keys // 128))
-    for shape in (blocks[:3], blocks) * 4:
-        torch.empty(shape, dtype=torch.int32, device=device)
-    mode.launch("block mask", 0, 8 * math.prod(blocks))
-    return object()
