@@ -53,7 +53,7 @@ def is_group(x: torch.ScriptObject) -> bool:
 
 @dataclass(frozen=True)
 class Started:
-    """What a rank started in a step."""
+    """The exchanges that a rank started in a step."""
 
     pp_rank: int
     exchanges: list[Exchange]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lather.models import attention_pieces, token_positions
-from lather.models.attention_kernels import Recipe, attend
+from lather.models.attention_kernels import Recipe, _with_sink_key, attend
 from lather.models.context import Context
+from lather.models.fused_attention import fused_attention
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.saving.recomputed import Recomputation
 from lather.models.token_positions import SequenceLayout
@@ -173,6 +174,18 @@ def test_a_cache_with_sinks_gives_the_same(padding: list[int] | None) -> None:
     expected, together = dense(q, k, v, mask, sinks, 6**-0.5), torch.cat(parts, 1)
     for row, number in enumerate(padding or [0, 0]):
         assert error(together[row, number:], expected[row, number:]) < 1e-12
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_sink_as_a_key_gives_the_same(window: int | None) -> None:
+    """This is the form for kernels that return no log-sum-exps, on CUDA with a cache."""
+    q, k, v, sinks = operands(2, 6, 4)
+    mask = layout_of("packed").mask(window)
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    actual = fused_attention(*_with_sink_key(*heads, sinks, mask, 0.3)).transpose(1, 2)
+    expected = dense(q, k, v, visible("packed", window), sinks, 0.3)
+    leaves = [q, k, v, sinks]
+    assert_equal(with_gradients(actual, leaves), with_gradients(expected, leaves))
 
 
 def test_gradients_have_the_same_bits_each_time() -> None:
