@@ -36,7 +36,7 @@ from lather.models.sequence_slices import SequenceSlices
 from lather.shapes import Bool, Float, Int
 
 Made = TypeVar("Made")
-SHORT = 256
+SHORT = 128
 """Most keys of rows for which attention on a CPU has a mask of all pairs."""
 
 
