@@ -18,6 +18,7 @@ from rich.console import Console
 
 from forked import fresh_python
 from lather.cli import main
+from lather.config.config import ParallelConfig
 from lather.memory import profile_report as report
 from lather.memory.ledger import BETWEEN_SEGMENTS
 from lather.memory.profile import KeptTensor, Profile, layer_of, micro_batch_size, profile
@@ -136,6 +137,25 @@ def test_a_mesh_changes_the_micro_batch_alone() -> None:
     config = config_of("adamw", parallel={"pp": 2, "ep": 2}, batch_size=16)
     config = replace(config, train=replace(config.train, micro_batch_size=0))
     assert micro_batch_size(config) == 2
+
+
+def test_a_context_rank_keeps_its_slices() -> None:
+    """With sequences of twice and four times as many tokens, as much as one process of its own
+    tokens, but for a few indices."""
+    whole = config_of("adamw")
+    configs = [
+        replace(
+            whole,
+            train=replace(whole.train, sequence_length=256 * cp),
+            parallel=ParallelConfig(cp=cp),
+        )
+        for cp in (1, 2, 4)
+    ]
+    with worker_processes() as pool:
+        found = list(pool.map(profile, configs, [Assumed("gpu")] * 3, timeout=240))
+    assert [each.num_tokens for each in found] == [256] * 3
+    sizes = [each.bytes() for each in found]
+    assert sizes == pytest.approx([sizes[0]] * 3, rel=0.01)
 
 
 def test_files_are_written_for_a_reader_that_leaves_early(config: Path, tmp_path: Path) -> None:
