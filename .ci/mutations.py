@@ -405,7 +405,7 @@ MUTATIONS = (
     ),
     Mutation(
         "qk-clip: the rotary query shares its factor with a key that gets none",
-        "models/attention.py",
+        "models/latent_attention.py",
         "gamma_H1.expand(-1, self.rotary.size)",
         "gamma_H1.sqrt().expand(-1, self.rotary.size)",
         "models/test_attention_logits.py",

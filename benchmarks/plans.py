@@ -39,7 +39,7 @@ SMALLER, BF16, INT8, EARLY, BLOCK = (
 )
 LONG_QWEN3 = (
     "configs/qwen3-30b-a3b.toml --world 16 --parallel.cp 8 --parallel.ep 2 --train.batch-size 2 "
-    "--model.max-position-embeddings 131072"
+    "--model.rope-scaling.factor 4 --model.rope-scaling.original-max-position-embeddings 32768"
 )
 LONG_LITE = "configs/deepseek-v2-lite.toml --world 8 --parallel.cp 8 --train.batch-size 1"
 ALL = "attention experts shared_experts"

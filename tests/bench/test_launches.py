@@ -50,9 +50,9 @@ def test_launches_and_bytes_do_not_grow_and_nobody_waits(
 
 def test_context_ranks_launch_their_exchanges_and_wait_for_nothing(rows: dict[str, Any]) -> None:
     """An exchange is packed, sent and unpacked. Gathering, gathering again and the sum of the
-    gradients take 12 launches, flex attention in place of a kernel for causal attention of equally
+    gradients take 14 launches, flex attention in place of a kernel for causal attention of equally
     many queries and keys 3 more."""
     alone = rows["an MoE block of DeepSeek-V2-Lite: forward and backward"]
     case = "an MoE block of DeepSeek-V2-Lite, a context rank of 8: forward and backward"
     assert rows[case]["host_waits"] == 0
-    assert 12 <= rows[case]["launches"] - alone["launches"] <= 15
+    assert 14 <= rows[case]["launches"] - alone["launches"] <= 17

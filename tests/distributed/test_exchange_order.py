@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from engines import Case, make_pair
@@ -110,6 +111,7 @@ def test_ranks_of_a_stage_start_their_exchanges_in_the_same_order() -> None:
     )
 
 
+@pytest.mark.grid
 def test_pipeline_context_and_expert_ranks_start_their_exchanges_in_the_same_order() -> None:
     case = Case(pp=2, cp=2, ep=2, length=8)
     check_order(8, [case, replace(case, early_weight_gradients=True, lopsided=True)])

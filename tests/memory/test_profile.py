@@ -16,14 +16,18 @@ import pytest
 from planned_configs import config_of
 from rich.console import Console
 
+from bench.rehearsed_steps import COMMON
 from forked import fresh_python
 from lather.cli import main
-from lather.config.config import ParallelConfig
+from lather.config.fields import merged
+from lather.config.toml_file import config_from_mapping, values_of_config
 from lather.memory import profile_report as report
 from lather.memory.ledger import BETWEEN_SEGMENTS
 from lather.memory.profile import KeptTensor, Profile, layer_of, micro_batch_size, profile
 from lather.memory.workers import Assumed, worker_processes
+from lather.models.families import FAMILIES
 from lather.models.layers import MEMORY_MODES
+from models.tiny import FAMILY_TABLES
 from tiny_run import command, write_config
 
 MIB = 2**20
@@ -139,23 +143,39 @@ def test_a_mesh_changes_the_micro_batch_alone() -> None:
     assert micro_batch_size(config) == 2
 
 
-def test_a_context_rank_keeps_its_slices() -> None:
-    """With sequences of twice and four times as many tokens, as much as one process of its own
-    tokens, but for a few indices."""
-    whole = config_of("adamw")
-    configs = [
-        replace(
-            whole,
-            train=replace(whole.train, sequence_length=256 * cp),
-            parallel=ParallelConfig(cp=cp),
-        )
-        for cp in (1, 2, 4)
-    ]
+RECOMPUTED = ("attention", "experts", "shared_experts")
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "recomputed": {"train.recompute": RECOMPUTED},
+    "adapters": {"lora.rank": 8},
+}
+ALWAYS = (("kept", "qwen3_moe"), ("recomputed", "llama"), ("adapters", "deepseek_v2"))
+GRID = [
+    pytest.param(family, kind, marks=[pytest.mark.grid] * ((kind, family) not in ALWAYS))
+    for kind in KINDS
+    for family in ("qwen3_moe", "deepseek_v2", "llama")
+]
+
+
+@pytest.mark.parametrize(("family", "kind"), GRID)
+def test_a_context_rank_keeps_its_slices(family: str, kind: str) -> None:
+    """With sequences of twice and four times as many tokens, a layer keeps no more than in one
+    process of its own tokens. (The first layer makes masks and rotary tables for all.)"""
+    model = FAMILIES[family].config(**COMMON, **FAMILY_TABLES[family].wide)
+    configs = []
+    for cp in (1, 2, 4):
+        values = {"train.sequence_length": 256 * cp, "parallel.cp": cp, **KINDS[kind]}
+        values["train.precision"] = "bf16"
+        base = replace(config_of("adamw"), model=model)
+        configs.append(config_from_mapping(merged(values_of_config(base), values)))
     with worker_processes() as pool:
         found = list(pool.map(profile, configs, [Assumed("gpu")] * 3, timeout=240))
     assert [each.num_tokens for each in found] == [256] * 3
-    sizes = [each.bytes() for each in found]
-    assert sizes == pytest.approx([sizes[0]] * 3, rel=0.01)
+    alone, *divided = [each.bytes("layers.1") for each in found]
+    assert divided[0] == pytest.approx(divided[1], rel=0.005)
+    assert 0 < max(divided) <= 1.005 * alone
 
 
 def test_files_are_written_for_a_reader_that_leaves_early(config: Path, tmp_path: Path) -> None:

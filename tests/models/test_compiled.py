@@ -105,7 +105,7 @@ from lather.models.token_positions import SequenceLayout
 from lather.pipeline.model_part import Stage
 from lather.pipeline.segments import Segments
 from models.tiny import error, tiny_family_config
-from models.twins import Twins, input_of, stops, tape_of
+from models.context_twins import Twins, input_of, stops, tape_of
 
 torch.set_num_threads(1)
 for model_type in sys.argv[1:]:

@@ -149,6 +149,22 @@ def test_a_complete_model_keeps_its_length_and_is_the_original(tmp_path: Path) -
     assert longer.model.max_position_embeddings == 512
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_length_follows_a_scaling_of_the_file_alone(family: str, tmp_path: Path) -> None:
+    file, names = tmp_path / "my.toml", f"[model]\nmodel_type = '{family}'\n[model.rope_scaling]\n"
+    file.write_text(f"{names}factor = 8.0")
+    default = FAMILIES[family].config().max_position_embeddings
+    assert load_config(file).model.max_position_embeddings == 8 * default
+    other = {"llama": "low_freq_factor", "qwen3_moe": "beta_fast"}[family]
+    file.write_text(f"{names}{other} = 1.0")
+    longer = load_config(file, {"model.rope_scaling.factor": 4.0}).model
+    assert longer.max_position_embeddings == 4 * default
+    for factor in ("0.0", "1e308"):
+        file.write_text(f"{names}factor = {factor}")
+        with pytest.raises(ConfigError, match=r"rope_scaling\.factor|max_position_embeddings"):
+            load_config(file, {"train.sequence_length": 10**6})
+
+
 def test_a_published_length_that_does_not_follow_its_yarn_is_followed(base: Base) -> None:
     """Published instructions add YaRN to a config.json and leave its length."""
     folder = base(max_position_embeddings=20, rope_scaling=YarnConfig(4.0, 16))
@@ -225,6 +241,9 @@ def test_the_error_for_long_sequences_names_what_makes_them_possible(
     file = tmp_path / "run/config.toml"
     with pytest.raises(ConfigError, match=r"model\.rope_scaling\.factor 4,"):
         parsed(file, "--train.sequence-length", 64)
+    shorter = ["--model.max-position-embeddings", 20, "--train.sequence-length", 32]
+    with pytest.raises(ConfigError, match=r"model more: model\.max_position_embeddings 32,"):
+        parsed(file, *shorter)
     assert (
         parsed(file, "--train.sequence-length", 64, FACTOR, 4).model.max_position_embeddings == 64
     )

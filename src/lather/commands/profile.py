@@ -88,9 +88,9 @@ def _draw(out: Path, title: str, profiles: dict[str, Profile]) -> None:
 def _batch(config: Config) -> str:
     train = config.train
     documents = f", {DOCUMENTS} documents per sequence" if config.data.is_per_document else ""
-    return (
-        f"{micro_batch_size(config)} x {train.sequence_length} tokens, {train.precision}{documents}"
-    )
+    slices = f" / {config.parallel.cp} context ranks" if config.parallel.cp > 1 else ""
+    size = f"{micro_batch_size(config)} x {train.sequence_length} tokens{slices}"
+    return f"{size}, {train.precision}{documents}"
 
 
 def _document(config: Config, profiles: dict[str, Profile]) -> dict[str, Any]:

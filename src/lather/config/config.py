@@ -21,6 +21,7 @@ from lather.errors import ConfigError, require
 from lather.models.families import DEFAULT_FAMILY, FAMILIES, ModelConfig
 from lather.models.hf.model_folder import Reading
 from lather.models.lora import LoraConfig
+from lather.models.rotary import YarnConfig
 from lather.optim.options import (
     Count,
     Decay,
@@ -398,8 +399,13 @@ class Config:
 
 def longer_model(model: ModelConfig, length: int) -> str:
     """Return the settings with which a model takes sequences of `length` tokens."""
-    scaling, longest = model.rope_scaling, model.max_position_embeddings
-    before = longest if scaling is None else longest / scaling.factor
+    scaling, before = model.rope_scaling, float(model.max_position_embeddings)
+    if scaling is not None and scaling.rope_type == YarnConfig.rope_type:
+        before = scaling.original_max_position_embeddings
+        if scaling.factor * before >= length:
+            return f"model.max_position_embeddings {length}, which model.rope_scaling reaches"
+    elif scaling is not None:
+        before = max(before / scaling.factor, 1)
     factor = math.ceil(100 * length / before) / 100
     return (
         f"with trained weights model.rope_scaling.factor {factor:g}, with new ones "

@@ -69,9 +69,11 @@ def completed(
     key = f"model.{SCALING}"
     factor = convert(scaling["factor"], float, f"{key}.factor")
     length = convert(scaling[ORIGINAL_LENGTH], int, f"{key}.{ORIGINAL_LENGTH}")
-    earlier = before.get(SCALING)
-    if fields_of(family)[SCALING].sections == (Llama3RopeConfig,) and isinstance(earlier, Mapping):
-        length = longest / convert(earlier["factor"], float, f"{key}.factor")
-    if 1 <= factor < math.inf:  # another is refused when the configuration is built
-        after[LENGTH] = max(1, round(factor * length))
+    earlier, reached = before.get(SCALING), factor * length
+    old = earlier.get("factor") if isinstance(earlier, Mapping) else None
+    if fields_of(family)[SCALING].sections == (Llama3RopeConfig,) and old is not None:
+        old = convert(old, float, f"{key}.factor")
+        reached = longest / old * factor if old >= 1 else math.inf
+    if factor >= 1 and 1 <= reached < math.inf:  # others are refused when the model is built
+        after[LENGTH] = round(reached)
     return after

@@ -102,7 +102,8 @@ def read_values(path: Path | None, overrides: Mapping[str, Any]) -> dict[str, An
     if init_from:
         mapping = _with_model(mapping, init_from, run_dir, overrides)
     if isinstance(model := mapping.get("model"), dict):
-        mapping["model"] = completed(model, model, _flat(model))
+        before = {name: value for name, value in model.items() if name != SCALING}
+        mapping["model"] = completed(before, model, _flat(model))
     return values_for(mapping, overrides)
 
 

@@ -69,7 +69,10 @@ class Setting:
     def seconds(self, machine: int) -> float:
         """Return the seconds of a step at the assumed rates, with `machine` ranks per machine."""
         work = self.plan.work
+        parallel = self.config.parallel
         inside = work.sent if self.plan.world_size <= machine else work.experts
+        if self.plan.world_size > machine >= parallel.cp * parallel.ep:
+            inside += work.context
         computing = work.flops / FLOPS / (1 - self.plan.bubble())
         fetched, written = self.plan.bus
         visiting = max(fetched + self.plan.frozen, written) / BUS

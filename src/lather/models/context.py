@@ -83,8 +83,8 @@ class Context:
 
     def start_sum(self, grads: Sequence[Tensor]) -> Pending[tuple[Tensor, ...]]:
         """Start to sum gradients of gathered tensors, (B, T, ...), over the ranks, in fp32 or
-        wider, in the same order on all of them; the result has those of this rank's positions, (B,
-        S, ...). Collective."""
+        wider, rank 0 first; the result has those of this rank's positions, (B, S, ...). Collective.
+        """
         raise NotImplementedError
 
     def add_up(self, counts: Tensor) -> Tensor:

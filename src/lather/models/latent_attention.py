@@ -143,7 +143,8 @@ class MultiHeadLatentAttention(GatheringAttention):
         sources = (*shared, *layout.rotary_tables(self.rotary, q_BSHN.dtype, of_keys=True))
 
         def expand(latent_BTL: Tensor, k_BTR: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
-            return self.keys_and_values(self.kv_b_proj(latent_BTL), k_BTR, *tables)
+            (kv_BTx,) = project(latent_BTL, self.kv_b_proj, recomputation=recomputation)
+            return self.keys_and_values(kv_BTx, k_BTR, *tables)
 
         recipe = Recipe(recomputation, (1, 2), expand, sources)
         heads = q_BSHN, *expand(*sources)

@@ -33,7 +33,7 @@ from lather.kernels.backend import wide_product
 from lather.kernels.rms_norm import rms_norm
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
 from lather.models.lora import Adapter, merged
-from lather.models.saving.recomputed import Recomputation
+from lather.models.saving.recomputed import NO_RECOMPUTATION, Recomputation
 from lather.models.saving.rounded_weights import NO_CACHE, RoundedWeights, Rounding
 from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
 from lather.shapes import Float
@@ -121,10 +121,15 @@ class Linear(Deferrable, Rounding, nn.Linear):
         return project(x, self)[0]
 
 
-def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Tensor, "..."], ...]:
+def project(
+    x: Float[Tensor, "*batch i"],
+    *layers: nn.Module,
+    recomputation: Recomputation = NO_RECOMPUTATION,
+) -> tuple[Float[Tensor, "..."], ...]:
     """Return each layer's output for the same x, which is saved only once, and not rounded.
 
-    The gradients of x are added in the dtype of x, which under autocast is wider than that of the
+    With a `recomputation` adapters keep nothing but x: their narrow products are made again. The
+    gradients of x are added in the dtype of x, which under autocast is wider than that of the
     products. If any layer is not a `Linear` (another library has replaced it by an adapter), each
     layer is called by itself; otherwise hooks on the layers do not run."""
     linears = [
@@ -143,7 +148,10 @@ def project(x: Float[Tensor, "*batch i"], *layers: nn.Module) -> tuple[Float[Ten
     ]
     with_a = [replace(product, weight=adapter.A, bias=None) for _, adapter, product in adapters]
     outputs = list(multiply(x, compute_dtype(x), *products, *with_a))
-    for (index, adapter, product), x_Tr in zip(adapters, outputs[len(linears) :], strict=True):
+    narrow, dtype = tuple(outputs[len(linears) :]), compute_dtype(x)
+    if narrow:
+        recomputation.add(narrow, lambda x: multiply(x, dtype, *with_a), x)
+    for (index, adapter, product), x_Tr in zip(adapters, narrow, strict=True):
         (added,) = multiply(
             x_Tr, compute_dtype(x_Tr), replace(product, weight=adapter.B, bias=None)
         )

@@ -3,7 +3,7 @@ an all-to-all whose parts are summed in a fixed order.
 
 A reduce-scatter would send as many bytes, but sum in an order that depends on the ranks' places in
 a ring, and in the dtype of the gradients. Here the sum over the ranks is in fp32 (fp64 for fp64),
-in an order that depends on nothing but their number, rounded once.
+rank 0 first, rounded once.
 
 Letters: C context ranks, B sequences, S positions of a rank, T = C * S positions, X elements of all
 tensors at a position, H = S / 2 positions of a slice.
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from lather.kernels.combine import combine_forward
 from lather.models.context import Context
 from lather.models.pending import Pending
 from lather.parallel.expert_exchange import record_use, resize_away
@@ -73,7 +74,7 @@ class ContextRanks(Context):
         def finish() -> tuple[Tensor, ...]:
             work.wait()
             record_use(sent_C2BHX, received_C2BHX)
-            total_2BHX = received_C2BHX.sum(0)  # in fp32 inside
+            total_2BHX = sum_of_ranks(received_C2BHX)
             resize_away(sent_C2BHX)
             resize_away(received_C2BHX)
             total_BSX = total_2BHX.transpose(0, 1).flatten(1, 2)
@@ -93,6 +94,13 @@ class ContextRanks(Context):
 def _split(x: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, ...]:
     """Return the elements of each tensor of these shapes from those of all, the last dim of x."""
     return x.split([shape.numel() for shape in shapes], dim=-1)
+
+
+def sum_of_ranks(parts_Cx: Tensor) -> Tensor:
+    """Return the sum over the first dim, in fp32 or wider, from the first to the last."""
+    rows_NX = parts_Cx.flatten(0, -2)
+    row_CM = torch.arange(len(rows_NX), device=rows_NX.device).view(len(parts_Cx), -1)
+    return combine_forward(rows_NX, row_CM.T).view(parts_Cx.shape[1:])
 
 
 def in_order(parts_CBSX: Float[Tensor, "c b s x"]) -> Float[Tensor, "b t x"]:

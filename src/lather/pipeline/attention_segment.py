@@ -2,8 +2,8 @@
 exchange of what keys and values are made of cuts it in two.
 
     forward     project | gather ...yield... attend and route
-    backward    gather again ...yield... attention's and router's | sum of the gathered tensors'
-                gradients ...yield... projections'
+    backward    gather again, during the backward pass of what follows | attention's and router's |
+                sum of the gathered tensors' gradients ...yield... projections'
 
 The gathered tensors are freed after the forward pass. A recomputed segment projects again before it
 gathers again.
@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lather.models.attention_logits import not_measuring
@@ -72,7 +73,9 @@ class AttentionSegment:
     def project(self, x_BSD: Tensor) -> Outputs:
         """Run the first part. Return what it gives to the second; see `split`."""
         self._recomputation = self.block.recomputation()
-        projected, self.kept = self.block.project(x_BSD, self.layout, self._recomputation)
+        projected, kept = self.block.project(x_BSD, self.layout, self._recomputation)
+        # a recomputed segment projects again in place of keeping what it gathers
+        self.kept = kept if torch.is_grad_enabled() else []
         self._num_own = len(projected.own)
         return (*projected.own, *projected.shared)
 
@@ -134,7 +137,7 @@ class AttentionSegment:
 
 
 class SplitCut:
-    """The kept state of a segment in two parts. In backward call `start_again`, after the stop
+    """The kept state of a segment in two parts. In backward call `start_again`, later
     `finish_again`; then `attend` and `project` are two cuts."""
 
     def __init__(self, segment: AttentionSegment, project: Cut, attend: Cut | None) -> None:

@@ -11,7 +11,8 @@ At a `yield` an all-to-all has been started, and the caller may compute somethin
 while tokens travel; the experts' weight gradients while gradients travel, between two stops, so
 that the other chunk can start its exchange meanwhile. (If weight gradients are deferred, there is
 one stop less.) Context ranks cut the first segment in two (`lather.pipeline.attention_segment`),
-with one stop more forward, and one backward: they gather again while the experts' gradients travel.
+with one stop more forward, and one backward: they gather again while the experts' gradients travel,
+or in a dense block while the feed-forward layer's are computed.
 The mathematics is that of `Block`, whose `forward` is the reference; autograd graphs end at every
 segment (`lather.pipeline.tape`).
 
@@ -235,47 +236,54 @@ class Segments(SegmentRunner):
     def _backward_block(
         self, tape: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool
     ) -> Steps[Tensor]:
-        grad_TD = grad_BSD.flatten(0, 1)  # the gradient of each term of a sum is that of the sum
-        split = tape.attend if isinstance(tape.attend, SplitCut) else None
-        if not tape.losses:
-            gradients = [grad_BSD, *self._back(tape.experts, [grad_TD], defer=defer)]
-            if split is not None:
-                split.start_again()
-                yield
+        if tape.losses:
+            gradients = yield from self._backward_experts(tape, grad_BSD, batch, defer=defer)
         else:
-            traveling = self.exchange.start_combine_backward(
-                self._cast_for_exchange(grad_TD), tape.handle
-            )
-            grad_shared_TD = None
-            if tape.shared is not None:
-                (grad_shared_TD,) = self._back(tape.shared, [grad_TD], defer=defer)
-            yield
-            grad_x_RD, grad_weights_RK = self._back(tape.experts, [traveling.wait()], defer=True)
-            assert grad_x_RD is not None
-            assert grad_weights_RK is not None
-            traveling_back = self.exchange.start_dispatch_backward(
-                grad_x_RD, grad_weights_RK, tape.handle
-            )
-            del grad_x_RD, grad_weights_RK
-            if split is not None:
-                split.start_again()
-            if not defer:
-                # dropped if the generator is closed at the yield
-                entries = self.weight_gradients.take()
-                yield
-                WeightGradients.run(entries)
-            yield
-            grad_normed_TD, grad_weights_TK = traveling_back.wait()
-            # may be changed in place: nothing else uses it, and its dtype is wide enough
-            if grad_shared_TD is not None:
-                grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)
-            of_losses = router_loss_gradients(tape.losses, batch)
-            gradients = [grad_BSD, grad_normed_TD, grad_weights_TK, *of_losses]
+            if isinstance(tape.attend, SplitCut):
+                tape.attend.start_again()
+            grad_TD = grad_BSD.flatten(0, 1)
+            gradients = [grad_BSD, *self._back(tape.experts, [grad_TD], defer=defer)]
+            del grad_TD
+        del grad_BSD
         if isinstance(tape.attend, SplitCut):
             return (yield from self._backward_attend(tape.attend, gradients, defer=defer))
         (grad_in_BSD,) = self._back(tape.attend, gradients, defer=defer)
         assert grad_in_BSD is not None
         return grad_in_BSD
+
+    def _backward_experts(
+        self, tape: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool
+    ) -> Steps[list[Tensor | None]]:
+        """Run an MoE block backward to the outputs of segment 1; return their gradients."""
+        grad_TD = grad_BSD.flatten(0, 1)  # the gradient of each term of a sum is that of the sum
+        traveling = self.exchange.start_combine_backward(
+            self._cast_for_exchange(grad_TD), tape.handle
+        )
+        grad_shared_TD = None
+        if tape.shared is not None:
+            (grad_shared_TD,) = self._back(tape.shared, [grad_TD], defer=defer)
+        yield
+        grad_x_RD, grad_weights_RK = self._back(tape.experts, [traveling.wait()], defer=True)
+        assert grad_x_RD is not None
+        assert grad_weights_RK is not None
+        traveling_back = self.exchange.start_dispatch_backward(
+            grad_x_RD, grad_weights_RK, tape.handle
+        )
+        del grad_x_RD, grad_weights_RK
+        if isinstance(tape.attend, SplitCut):
+            tape.attend.start_again()
+        if not defer:
+            # dropped if the generator is closed at the yield
+            entries = self.weight_gradients.take()
+            yield
+            WeightGradients.run(entries)
+        yield
+        grad_normed_TD, grad_weights_TK = traveling_back.wait()
+        # may be changed in place: nothing else uses it, and its dtype is wide enough
+        if grad_shared_TD is not None:
+            grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)
+        of_losses = router_loss_gradients(tape.losses, batch)
+        return [grad_BSD, grad_normed_TD, grad_weights_TK, *of_losses]
 
     def _attend(
         self, block: Block, x_BSD: Tensor, tape: ChunkTape
@@ -303,9 +311,10 @@ class Segments(SegmentRunner):
         return split, segment.attended(outputs)
 
     def _backward_attend(
-        self, cut: SplitCut, gradients: Sequence[Tensor | None], *, defer: bool
+        self, cut: SplitCut, gradients: list[Tensor | None], *, defer: bool
     ) -> Steps[Tensor]:
-        """Compute the gradient of the input of a segment in two parts."""
+        """Compute the gradient of the input of a segment in two parts. The list is emptied, so that
+        the gradients do not live until the end."""
         segment = cut.segment
 
         def run_again(*inputs: Tensor) -> tuple[Cut, Outputs]:
@@ -314,11 +323,14 @@ class Segments(SegmentRunner):
                 return self._run_once("attention", function, *inputs)
 
         cut.finish_again(run_again)
-        found = self._back(cut.attend, gradients, defer=True)
-        grad_BSD, *of_projected = (grad for grad in found if grad is not None)
+        of_inputs = self._back(cut.attend, gradients, defer=True)
+        gradients.clear()
+        present = [grad for grad in of_inputs if grad is not None]
+        assert len(present) == len(of_inputs), "attention depends on all inputs"
+        grad_BSD, *of_projected = present
         own, shared = segment.split(tuple(of_projected))
         arriving = segment.context.start_sum(shared)
-        del found, of_projected, shared
+        del of_inputs, present, of_projected, shared
         weights = segment.weights_of_all if defer else None
         self.weight_gradients.run_those_of(weights)
         yield

@@ -30,10 +30,11 @@ These inputs and gradients may be the same tensors that other layers read, or th
 on, so they must not be overwritten or freed before the entries have run. The values of the weights
 are not needed and may be freed.
 
-Some gradients are never deferred: those of norms, sinks and embeddings, which are not products; and
-that of the head, because the loss computes each tile of the logits' gradient once for both
-products, and deferring either would mean saving (T, V) elements or computing every tile a
-third time.
+Some gradients are never deferred: those of norms, sinks and embeddings, which are not products;
+those of weights that multiply the tokens of all context ranks, whose operands are of whole
+sequences (`run_those_of`); and that of the head, because the loss computes each tile of the logits'
+gradient once for both products, and deferring either would mean saving (T, V) elements or computing
+every tile a third time.
 """
 
 from __future__ import annotations
