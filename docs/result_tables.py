@@ -11,8 +11,9 @@ Two markers ask for the table of a study and a setting:
     <!-- end of table -->
 
 `state-formats moments` for that of the formats of a part of the optimizer state, and
-`context-exchange 8` for that of the exchange of 8 context ranks. A quoted number is a link to its
-rows whose title says which number it is; `QUOTABLE` has the forms:
+`context-exchange 8` for that of the exchange of 8 context ranks; `time-model rates`, and likewise
+`predictions` and `measured`, for those of the time model. A quoted number is a link to its rows
+whose title says which number it is; `QUOTABLE` has the forms:
 
     [0.58](../benchmarks/results/convergence/short/rows.jsonl "qwen-8k: steps of muon to adamw")
 """
@@ -36,6 +37,7 @@ from benchmarks.convergence.command import BASELINES, load_findings
 from benchmarks.convergence.queue import read_rows
 from benchmarks.convergence.study import Study, final_loss, load_study
 from benchmarks.convergence.tables import markdown_table
+from benchmarks.launches import markdown
 from benchmarks.optimizer_report import RunRange
 from lather.sweep.intervals import Mean
 
@@ -73,6 +75,8 @@ def table(study: str, setting: str) -> str:
         return formats_table(setting)
     if study == "context-exchange":
         return context_exchange.markdown_table(_rows(context_exchange.OUT), int(setting))
+    if study == "time-model":
+        return time_model_table(setting)
     findings = findings_of(study)
     present = findings.contestants(setting)
     whole = markdown_table(findings, setting, [name for name in BASELINES if name in present])
@@ -97,6 +101,16 @@ def formats_table(kind: str) -> str:
     for form, by_decades in errors.items():
         lines.append([f"`{form}`", *(f"{by_decades[number]:.2f}" for number in decades)])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def time_model_table(name: str) -> str:
+    """Make a table of the time model: its rates, what it predicts, or what was measured of it."""
+    if name == "rates":
+        return markdown.rates_table()
+    rows = _rows(RESULTS / "launches.jsonl")
+    if name == "predictions":
+        return markdown.predictions_table(rows)
+    return markdown.measured_table(rows, _rows(RESULTS / "gpu/rows.jsonl"))
 
 
 # --- quoted numbers -------------------------------------------------------------------------------

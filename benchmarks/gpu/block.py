@@ -66,7 +66,7 @@ SMALL = BlockSizes(
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     """Measure every contestant; yields a row for each. Raises CheckError."""
     sizes = SMALL if settings.small else BlockSizes()
-    model = _model(sizes, settings.device)
+    model = block_model(sizes, settings.device)
     block: Any = model.layers[0]
     device = settings.device
     layout = SequenceLayout(sizes.sequences, sizes.length, device)
@@ -77,12 +77,8 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     expected: list[Tensor] = []
 
     def step() -> list[Tensor]:
-        with torch.autocast(device.type, dtype=torch.bfloat16), block.mlp.gate.replay(experts_TK):
-            y_BSD, _ = block(x_BSD, layout)
-        return [
-            y_BSD.detach(),
-            *torch.autograd.grad(y_BSD, (x_BSD, *block.parameters()), cotangent_BSD),
-        ]
+        with block.mlp.gate.replay(experts_TK):
+            return forward_and_backward(block, x_BSD, layout, cotangent_BSD)
 
     for name in CONTESTANTS:
         model.set_memory(name)
@@ -112,8 +108,19 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
         }
 
 
-def _model(sizes: BlockSizes, device: torch.device) -> Decoder:
-    config = DeepseekV2Config(
+def forward_and_backward(
+    block: Any, x_BSD: Tensor, layout: SequenceLayout, cotangent_BSD: Tensor
+) -> list[Tensor]:
+    """Return the output of a block and the gradients of its input and parameters."""
+    with torch.autocast(x_BSD.device.type, dtype=torch.bfloat16):
+        y_BSD, _ = block(x_BSD, layout)
+    wanted = (x_BSD, *block.parameters())
+    return [y_BSD.detach(), *torch.autograd.grad(y_BSD, wanted, cotangent_BSD)]
+
+
+def block_config(sizes: BlockSizes) -> DeepseekV2Config:
+    """Return the configuration of a model of a single MoE block."""
+    return DeepseekV2Config(
         vocab_size=512,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
@@ -130,7 +137,12 @@ def _model(sizes: BlockSizes, device: torch.device) -> Decoder:
         num_experts_per_tok=sizes.slots,
         max_position_embeddings=sizes.length,
     )
-    model = build_model(config, device=torch.device("meta")).to_empty(device=device)
+
+
+def block_model(sizes: BlockSizes, device: torch.device) -> Decoder:
+    """Make the model of the block."""
+    whole = build_model(block_config(sizes), device=torch.device("meta"))
+    model = whole.to_empty(device=device)
     for parameter in model.parameters():  # on the device: the CPU would draw them for seconds
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.gpu.parts import ROOT, MeasuredPart
+from benchmarks.gpu.predicted import beside, measured_ms
 from benchmarks.gpu.runner import PartOutcome, Runner
 from benchmarks.report import Row
 
@@ -97,7 +98,8 @@ def _kernels(rows: Sequence[Row]) -> str:
 def _refresh(rows: Sequence[Row]) -> str:
     return ", ".join(
         f"{row['config']['hidden']} / {row['config']['mlp']}: {row['share']:.0%} of the rate of "
-        f"fp32 products (goal {row['goal']:.0%}), {row['times_as_fast']:.1f} x as fast"
+        f"fp32 products (goal {row['goal']:.0%}), {row['times_as_fast']:.1f} x as fast, "
+        f"{measured_ms(row):.1f} ms{beside(row)}"
         for row in rows
     )
 
@@ -105,7 +107,8 @@ def _refresh(rows: Sequence[Row]) -> str:
 def _block(rows: Sequence[Row]) -> str:
     return ", ".join(
         f"{row['config']['contestant']}: {row['times_of_plain']:.2f} of the time and "
-        f"{row['peak_of_plain']:.2f} of the bytes of plain"
+        f"{row['peak_of_plain']:.2f} of the bytes of plain, "
+        f"{measured_ms(row):.1f} ms{beside(row)}"
         for row in rows[1:]
     )
 
@@ -128,7 +131,7 @@ def _training(rows: Sequence[Row]) -> str:
     memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.1f} GiB"
     return (
         f"{row['tokens_per_second']:,.0f} tokens/s, MFU "
-        f"{row['mfu']:.1%}{memory}, {1e3 * row['step_seconds']:.0f} ms a step"
+        f"{row['mfu']:.1%}{memory}, {1e3 * row['step_seconds']:.0f} ms a step{beside(row)}"
     )
 
 

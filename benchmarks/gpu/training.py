@@ -14,7 +14,7 @@ Tokens are drawn by Zipf's law, so that there is something to learn, and no file
 needed. Weights are drawn on the device: the CPU would need ten seconds. The rate leaves out the
 first steps, which compile and make the first bases; it includes refreshes.
 
-Letters: S tokens of a sequence, E experts, K experts per token.
+Letters: B sequences, S tokens of each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.check import CheckError
 from benchmarks.gpu.clock import measure_rates, peak_flops
 from benchmarks.gpu.parts import ROOT
 from benchmarks.gpu.work import Settings
+from benchmarks.model_flops import flops_per_token
 from benchmarks.report import Row
 from lather.config.config import Config
 from lather.config.optim import optim_config
@@ -43,8 +44,6 @@ from lather.engine.settings import schedule_for, weights_dtype
 from lather.engine.step import TrainStep
 from lather.engine.step_reading import StepResult
 from lather.models.families import build_model
-from lather.models.families.deepseek_v2 import DeepseekV2Config
-from lather.parallel.local_parameters import ShardInfo
 from lather.parallel.mesh import Mesh
 from lather.pipeline.model_part import PartLayers, empty_part
 from lather.pipeline.tape import Frees
@@ -66,7 +65,7 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     ).resolved()
     device = settings.device
     peak, source = peak_flops(device, measure_rates(device, small=settings.small))
-    results, seconds, memory, infos = _train(config, settings)
+    results, seconds, memory = _train(config, settings)
     losses = [result.loss for result in results]
     if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
         raise CheckError(
@@ -77,7 +76,8 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     tokens_per_second = (
         config.train.batch_size * config.train.sequence_length * len(counted) / sum(counted)
     )
-    flops = flops_per_token(infos, config)
+    model = build_model(config.model, None, torch.device("meta"))
+    flops = flops_per_token(model, config.model, config.train.sequence_length)
     yield {
         "benchmark": "training",
         "config": {
@@ -89,7 +89,7 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
         },
         "baseline": "peak",
         "check": {"first_loss": losses[0], "last_loss": losses[-1]},
-        "parameters": sum(math.prod(info.shape) for info in infos),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_per_second": tokens_per_second,
         "flops_per_token": flops,
         "mfu": flops * tokens_per_second / peak,
@@ -112,11 +112,9 @@ def _loop(config: Config) -> dict[str, Any]:
     }
 
 
-def _train(
-    config: Config, settings: Settings
-) -> tuple[list[StepResult], list[float], int | None, list[ShardInfo]]:
-    """Train; returns the result and the seconds of each step, the most bytes of the device's
-    memory, and the parameters' descriptions.
+def _train(config: Config, settings: Settings) -> tuple[list[StepResult], list[float], int | None]:
+    """Train; returns the result and the seconds of each step, and the most bytes of the device's
+    memory.
 
     It takes fewer steps than `STEPS` if time runs out, but more than `WARM_UP`.
     """
@@ -145,7 +143,7 @@ def _train(
         if len(seconds) > WARM_UP and time.monotonic() - started > settings.seconds:
             break
     memory = gpu_module(device).max_memory_allocated(device) if is_gpu(device) else None
-    return results, seconds, memory, [entry.info for entry in engine.parameters]
+    return results, seconds, memory
 
 
 @torch.no_grad()
@@ -162,20 +160,3 @@ def _engine(config: Config, device: torch.device) -> Engine:
             parameter.fill_(1)
     schedule = schedule_for(config.parallel, config.num_micro_batches(1))
     return Engine(part, Mesh.single(device), schedule, config.train, config.resolved_moe(), Frees())
-
-
-def flops_per_token(infos: list[ShardInfo], config: Config) -> float:
-    """Compute the model flops of forward and backward, by the formula above."""
-    model = config.model
-    assert isinstance(model, DeepseekV2Config)
-    share = model.num_experts_per_tok / model.n_routed_experts
-    multiplying = sum(
-        math.prod(info.shape) * (share if info.is_expert else 1.0)
-        for info in infos
-        if len(info.shape) > 1 and "embed_tokens" not in info.name
-    )
-    widths = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
-    attention = (
-        model.num_hidden_layers * model.num_attention_heads * config.train.sequence_length * widths
-    )
-    return 6 * multiplying + 3 * attention

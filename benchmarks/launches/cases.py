@@ -7,7 +7,7 @@ whose every parameter is cut along dim 0 (FSDP2). What travels between ranks is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.launches.counter import Counter
+from benchmarks.model_flops import flops_per_token
 from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.config.optim import OptimConfig, optim_config
 from lather.data.batches import Batch
@@ -82,9 +83,13 @@ FREQUENCY = 3
 """Steps between refreshes here: the first step makes first bases, the second none, the third
 refreshes."""
 STEPS = {1: "first bases", 2: "between refreshes", 3: "refresh"}
+PLAIN_STEPS = ("first", "a step")
+"""Names of the steps of rules without bases."""
 STEPS_AFTER_ADAM = {1: "before the bases", 2: "first bases", 3: "refresh"}
 """The steps of KL-SOAP that are counted, and their names."""
 TOKENS = 8192
+SEQUENCES = 2
+"""Sequences of a block's tokens, if no context ranks divide one."""
 STEP_LAYERS = 3
 
 
@@ -97,6 +102,9 @@ class LaunchCase:
     rows: Callable[[Counter], Iterator[str]]
     """Does the work on the counter's device. It yields a row's name when all that was counted since
     the last row belongs to that row."""
+    model_flops: float = 0.0
+    """Useful flops of the work of a row (`benchmarks.model_flops`), of which MFU is the rate; 0:
+    there are none, as in an optimizer's step."""
 
 
 def model_config(model: str, **changes: Any) -> ModelConfig:
@@ -202,15 +210,13 @@ def block_case(
     """Make the case of an MoE block, forward and backward, as the engine runs it in one process, or
     on one of the ranks that each have so many tokens of a sequence."""
     config = model_config(model, num_hidden_layers=2)
+    sequences = 1 if context_ranks > 1 else SEQUENCES
+    length = tokens * context_ranks // sequences
 
     def rows(counter: Counter) -> Iterator[str]:
         counter.rows_of_expert = rows_of_expert(tokens, config)
         part = _part(config, counter.device)
-        block = next(
-            block
-            for block in map(part.block, range(len(part.layers)))
-            if isinstance(block.mlp, MoE)
-        )
+        block = moe_block(map(part.block, range(len(part.layers))))
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
         kept = RoundedWeights()
@@ -222,15 +228,16 @@ def block_case(
         )
         stage = Stage(0, (block,))
         context = ContextRanks(0, context_ranks) if context_ranks > 1 else None
-        layout = SequenceLayout(1, tokens * context_ranks, counter.device, context=context)
-        tokens_BS = torch.zeros(1, tokens, dtype=torch.long, device=counter.device)
+        layout = SequenceLayout(sequences, length, counter.device, context=context)
+        shape = (sequences, tokens // sequences)
+        tokens_BS = torch.zeros(shape, dtype=torch.long, device=counter.device)
         batch = MicroBatch(tokens_BS, tokens_BS, layout)
         with _ranks(context_ranks, counter.device):
             for _ in range(2):  # the second pass finds masks and rotary tables made
                 for p in block.parameters():
                     p.grad = None
                 x_BSD, tape = (
-                    torch.empty(1, tokens, part.hidden_size, device=counter.device),
+                    torch.empty(*shape, part.hidden_size, device=counter.device),
                     ChunkTape(batch),
                 )
                 counter.restart()
@@ -244,7 +251,15 @@ def block_case(
     if context_ranks > 1:
         name += f", a context rank of {context_ranks}"
         described |= {"context_ranks": context_ranks}
-    return LaunchCase(name, described | {"tokens": tokens, "precision": precision}, rows)
+    described |= {"tokens": tokens, "sequences": sequences, "precision": precision}
+    whole = build_model(config, None, torch.device("meta"))
+    useful = tokens * flops_per_token(moe_block(whole.layers), config, length, 1)
+    return LaunchCase(name, described, rows, useful)
+
+
+def moe_block(blocks: Iterable[nn.Module]) -> Any:
+    """Return the first block with experts."""
+    return next(block for block in blocks if isinstance(getattr(block, "mlp", None), MoE))
 
 
 @contextmanager
@@ -289,6 +304,7 @@ def loss_case(
             "precision": precision,
         },
         rows,
+        6.0 * tokens * hidden * vocabulary,
     )
 
 
@@ -321,13 +337,23 @@ def step_case(
     }
     name = f"a training step, {layers} layers of {model}, {rule}" + (", packed" if packed else "")
     return LaunchCase(
-        name, described, lambda counter: training_steps(counter, config, packed=packed)
+        name,
+        described,
+        lambda counter: training_steps(counter, config, packed=packed),
+        flops_of_step(config),
     )
+
+
+def flops_of_step(config: Config) -> float:
+    """Compute the model flops of a training step; documents count as one sequence."""
+    model = build_model(config.model, None, torch.device("meta"))
+    length = config.train.sequence_length
+    return config.train.batch_size * length * flops_per_token(model, config.model, length)
 
 
 def training_steps(counter: Counter, config: Config, *, packed: bool = False) -> Iterator[str]:
     """Run steps of a whole engine, each a row: one with first bases, one without, one with a
-    refresh."""
+    refresh; or, of rules without bases, the first and the second."""
     counter.rows_of_expert = rows_of_expert(
         config.train.batch_size * config.train.sequence_length, config.model
     )
@@ -342,7 +368,8 @@ def training_steps(counter: Counter, config: Config, *, packed: bool = False) ->
         begins_BS = torch.zeros_like(batch.inputs_BS, dtype=torch.bool)
         begins_BS[:, [0, begins_BS.shape[1] // 2]] = True
         batch = replace(batch, begins_BS=begins_BS)
-    for name in STEPS.values():
+    refreshes = hasattr(config.optim, "precondition_frequency")
+    for name in STEPS.values() if refreshes else PLAIN_STEPS:
         counter.restart()
         step(batch, 1e-3)
         yield name

@@ -1,4 +1,5 @@
-"""`lather bench launches`: counts all cases, writes a row for each, and prints the table."""
+"""`lather bench launches`: counts all cases, writes a row for each, and prints two tables: of the
+counts, and of the times that the time model predicts from them (`benchmarks.launches.rates`)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import Literal
 
 import torch
 
+from benchmarks.gpu.block import CONTESTANTS
+from benchmarks.gpu.refresh import HIDDEN_AND_MLP
 from benchmarks.launches.cases import (
     PUBLISHED,
     LaunchCase,
@@ -18,6 +21,13 @@ from benchmarks.launches.cases import (
     step_case,
 )
 from benchmarks.launches.counter import CountedPhase, Counter
+from benchmarks.launches.gpu_cases import (
+    STEP_RULES,
+    gpu_block_case,
+    gpu_step_case,
+    refresh_case,
+)
+from benchmarks.launches.rates import H100
 from benchmarks.report import Row, RowFile, environment
 from lather.console import FittedTable, command_console, titled_table
 from lather.errors import require
@@ -25,20 +35,24 @@ from lather.errors import require
 CONTEXT_RANKS = 8
 """Number of ranks among which the sequence of a block is divided, if it is divided."""
 GIB = 2**30
+SHOWN_KINDS = 5
+"""Kinds of kernels that the table names, those that take longest."""
 
 
 @dataclass(frozen=True)
 class LaunchesBenchmark:
-    """Counts kernel launches, bytes, flops and host waits of a GPU, without one. No time follows
-    from a count."""
+    """Counts kernel launches, bytes, flops and host waits of a GPU, without one, and predicts times
+    from them and from measured or assumed rates of an H100."""
 
-    parts: tuple[Literal["optimizer", "block", "loss", "step"], ...] = (
+    parts: tuple[Literal["optimizer", "block", "loss", "step", "refresh", "gpu"], ...] = (
         "optimizer",
         "block",
         "loss",
         "step",
+        "refresh",
+        "gpu",
     )
-    """Parts to count."""
+    """Parts to count; gpu: the block and the steps that `make gpu` measures."""
     models: tuple[str, ...] = tuple(PUBLISHED)
     """Models whose sizes are used: DeepSeek-V2-Lite and Qwen3-30B-A3B."""
     rules: tuple[str, ...] = ("soap", "klsoap", "soap_muon", "muon")
@@ -77,6 +91,11 @@ def cases(options: LaunchesBenchmark) -> Iterator[LaunchCase]:
         yield loss_case()
     for model in options.models[:1] if "step" in options.parts else ():
         yield step_case(model)
+    for hidden, mlp in HIDDEN_AND_MLP if "refresh" in options.parts else ():
+        yield refresh_case(hidden, mlp)
+    if "gpu" in options.parts:
+        yield from map(gpu_block_case, CONTESTANTS[1:])
+        yield from map(gpu_step_case, STEP_RULES)
 
 
 def run(options: LaunchesBenchmark) -> int:
@@ -88,9 +107,13 @@ def run(options: LaunchesBenchmark) -> int:
         for row in count(case):
             found.append({**common, "benchmark": "launches", **row})
             file.write(found[-1:])
-            console.print(f"{row['case']}: {row['total']['launches']:,} launches", highlight=False)
+            counted = f"{row['total']['launches']:,} launches, {row['predicted_ms']:,.1f} ms"
+            console.print(f"{row['case']}: {counted} predicted", highlight=False)
+            if unknown := row["total"]["unknown"]:
+                console.print(f"kernels of unknown kinds: {', '.join(unknown)}", highlight=False)
     file.finish()
     console.print(table(found))
+    console.print(predicted_table(found))
     console.print(f"rows {file.path}", highlight=False)
     return 0
 
@@ -104,6 +127,7 @@ def count(case: LaunchCase) -> Iterator[Row]:
                 "config": {**case.config, "row": name},
                 "total": _as_row(counter.total),
                 "phases": {phase: _as_row(counts) for phase, counts in counter.phases.items()},
+                **prediction(counter.total, case.model_flops),
                 "waits": [
                     {"what": what, "where": where, "times": times}
                     for (what, where), times in counter.waits.most_common()
@@ -113,7 +137,26 @@ def count(case: LaunchCase) -> Iterator[Row]:
 
 
 def _as_row(phase: CountedPhase) -> Row:
-    return {**asdict(phase), "kernels": dict(phase.kernels.most_common(8))}
+    seconds = sorted(phase.seconds.items(), key=lambda item: -item[1])
+    names = {"kernels": dict(phase.kernels.most_common(8)), "unknown": dict(phase.unknown)}
+    row = {**asdict(phase), **names}
+    del row["seconds"]
+    return row | {"predicted_ms": {kind: round(1e3 * time, 4) for kind, time in seconds}}
+
+
+def prediction(counts: CountedPhase, model_flops: float) -> Row:
+    """Predict the time of a row: that of the device or that of the host, whichever is longer."""
+    device, host = sum(counts.seconds.values()), counts.launches * H100.host_seconds
+    seconds = max(device, host)
+    mfu = model_flops / seconds / H100.peak_flops if model_flops else None
+    return {
+        "rates": H100.name,
+        "predicted_ms": 1e3 * seconds,
+        "device_ms": 1e3 * device,
+        "host_ms": 1e3 * host,
+        "model_flops": model_flops,
+        "mfu": mfu,
+    }
 
 
 def table(rows: list[Row]) -> FittedTable:
@@ -146,4 +189,21 @@ def table(rows: list[Row]) -> FittedTable:
                 *last,
             )
         out.add_section()
+    return out
+
+
+def predicted_table(rows: list[Row]) -> FittedTable:
+    """Make a table of the predicted times of each row, and of the kinds of kernels that take most
+    of it."""
+    numbers = ("ms", "device", "host", "MFU")
+    out = titled_table(f"predicted for an {H100.name}", ("case",), numbers)
+    out.add_column("of the device")
+    for row in rows:
+        most = list(row["total"]["predicted_ms"].items())[:SHOWN_KINDS]
+        out.add_row(
+            row["case"],
+            *(f"{row[key]:,.1f}" for key in ("predicted_ms", "device_ms", "host_ms")),
+            "" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            ", ".join(f"{kind} {ms:,.1f}" for kind, ms in most),
+        )
     return out

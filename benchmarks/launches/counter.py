@@ -9,14 +9,17 @@ device.
                 stores, whole
     flops       flops of products, attention and factorizations; causal masks save nothing here,
                 elementwise work counts nothing
+    seconds     the time that the launches would take on an H100, each the longest of three times
+                (`benchmarks.launches.rates`), by kind of kernel (`benchmarks.launches.kinds`);
+                causal attention computes half of its flops
     waits       times that the host waits for the device, each with the place in Lather: reads of
                 values, blocking copies, copies of memory that is not pinned, synchronization
     peak        the most bytes of tensors made inside the block that are alive together, temporaries
                 among them
 
 Counts are kept by phase: the innermost `record_function` range whose name begins with
-"lather.optim.". The device's values are made up (`lather.standin`). No time follows from a count: a
-kernel of 4 bytes and one of 4 GiB are one launch each.
+"lather.optim.". The device's values are made up (`lather.standin`). Counts are exact; times are
+predictions, from rates of which most are assumed.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from benchmarks.launches import operations
+from benchmarks.launches import kinds, operations
+from benchmarks.launches.rates import H100, UNKNOWN
 from benchmarks.live_bytes import PeakBytes
 from lather.device import Read
 from lather.standin.mode import StandInMode, places
@@ -40,6 +44,8 @@ from lather.storages import following_resizes
 OUTSIDE = "outside of Lather's ranges"
 RANGES = "lather.optim."
 """The names of ranges that are phases begin so."""
+TRITON = "triton "
+"""The names of Triton kernels begin so here."""
 
 
 @dataclass
@@ -58,6 +64,15 @@ class CountedPhase:
     peak_bytes: int = 0
     """The most bytes made since counting began that were alive together during the phase."""
     kernels: Tally[str] = field(default_factory=Tally)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Predicted seconds of the device, by kind of kernel."""
+    unknown: Tally[str] = field(default_factory=Tally)
+    """Launches of kernels whose kind the model does not know."""
+
+    def add_seconds(self, seconds: Mapping[str, float]) -> None:
+        """Add times by kind."""
+        for kind, time in seconds.items():
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + time
 
 
 class Counter(StandInMode):
@@ -108,6 +123,8 @@ class Counter(StandInMode):
             ):
                 setattr(sums, name, getattr(sums, name) + getattr(phase, name))
             sums.kernels.update(phase.kernels)
+            sums.unknown.update(phase.unknown)
+            sums.add_seconds(phase.seconds)
         sums.peak_bytes = self.peak_bytes
         return sums
 
@@ -142,22 +159,29 @@ class Counter(StandInMode):
         *,
         flops: int = 0,
         times: int = 1,
-        triton: bool = False,
+        kind: str | None = None,
+        causal: bool = False,
     ) -> None:
-        """Count the launch of a kernel."""
-        phase = self.phase
+        """Count the launch of a kernel, or of `times` equal ones together; None: the kind that the
+        name says."""
+        phase, kind = self.phase, kind or kinds.kind_of(name, (), ())
         phase.launches += times
-        phase.triton += triton
+        phase.triton += name.startswith(TRITON)
         phase.kernels[name] += times
         phase.bytes_read += read
         phase.bytes_written += written
         phase.flops += flops
+        if kind == UNKNOWN:
+            phase.unknown[name] += times
+        computed = flops / 2 if causal or name in kinds.FLEX else flops
+        phase.add_seconds({kind: H100.seconds(kind, read + written, computed, times)})
 
     def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
         self.launch(
-            f"triton {function.__name__}",
+            f"{TRITON}{function.__name__}",
             *operations.kernel_traffic(function, tensors),
-            triton=True,
+            flops=kinds.flops_of_triton(function, tensors),
+            kind=kinds.kind_of_triton(function),
         )
 
     # --- what the device is asked for -------------------------------------------------------------
@@ -191,7 +215,15 @@ class Counter(StandInMode):
             read, written = operations.traffic(func, name, args, kwargs, inputs, made)
             count = flops(func, name, args, kwargs, out)
             times = operations.launches(name, args)
-            self.launch(name, read, written, flops=count, times=times)
+            self.launch(
+                name,
+                read,
+                written,
+                flops=count,
+                times=times,
+                kind=kinds.kind_of(name, inputs, made),
+                causal=kinds.is_causal(func, name, args, kwargs),
+            )
             if count and made and made[0].dtype == torch.float64:
                 self.note(f"{name} in fp64")
             if why := operations.WAIT_INSIDE.get(name):

@@ -53,6 +53,9 @@ OVERWRITE = frozenset(
     ]
 )
 """Operations that do not read their first operand."""
+UNCHANGED = "grads"
+"""Argument of the fused optimizers, which their schemas call written, but which they write only if
+a scaler of gradients is given."""
 GATHERS = frozenset(["index_select", "gather", "index", "embedding", "take"])
 SCATTERS = frozenset(
     [
@@ -108,7 +111,7 @@ def traffic(
     written = [
         x
         for argument, x in zip(func._schema.arguments, args, strict=False)
-        if argument.alias_info and argument.alias_info.is_write
+        if argument.alias_info and argument.alias_info.is_write and argument.name != UNCHANGED
     ]
     return read, size(tensors_in(written))
 

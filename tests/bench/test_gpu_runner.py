@@ -29,6 +29,7 @@ from benchmarks.gpu.parts import MeasuredPart, all_parts, first_use
 from benchmarks.gpu.runner import PartOutcome, Runner
 from benchmarks.gpu.summary import collect, result
 from benchmarks.gpu.work import Settings, main
+from benchmarks.model_flops import flops_per_token
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
@@ -183,6 +184,7 @@ def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Pat
     row = {
         "benchmark": "refresh",
         "config": {"hidden": 4, "mlp": 8},
+        "ms": {"lather": {"median": 12.345}},
         "times_as_fast": 2.34,
         "share": 0.8,
         "goal": 0.75,
@@ -211,7 +213,8 @@ def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Pat
         ["never", "not run"],
         ["old", "done, by other code"],
     ]
-    assert lines[0][3] == "4 / 8: 80% of the rate of fp32 products (goal 75%), 2.3 x as fast"
+    numbers = "80% of the rate of fp32 products (goal 75%), 2.3 x as fast, 12.3 ms"
+    assert lines[0][3] == f"4 / 8: {numbers}"
     assert lines[1][3] == "before"
     assert json.loads((tmp_path / "rows.jsonl").read_text()) == row
     assert (tmp_path / "summary.md").read_text() == table + "\n"
@@ -373,19 +376,19 @@ def test_a_wrong_kernel_stops_only_itself(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_flops_of_a_token_are_counted_by_hand() -> None:
     """The sizes of benchmarks/gpu/small.toml: D 64, E 8, K 2, F 32, one dense and one MoE block, V
-    500."""
+    500; and its MoE block alone."""
     from lather.config.toml_file import load_config
     from lather.models.families import build_model
-    from lather.parallel.local_parameters import local_parameters
-    from lather.parallel.mesh import Mesh
 
-    config = load_config(REPOSITORY / "benchmarks/gpu/small.toml")
-    model = build_model(config.model, None, torch.device("meta"))
-    infos = [entry.info for entry in local_parameters(model, Mesh.single(CPU))]
+    config = load_config(REPOSITORY / "benchmarks/gpu/small.toml").model
+    model = build_model(config, None, torch.device("meta"))
     attention = 64 * 2 * 24 + 64 * (16 + 8) + 16 * 2 * (16 + 16) + 2 * 16 * 64
     dense, expert, shared, router = 3 * 64 * 96, 3 * 64 * 32, 3 * 64 * 32, 64 * 8
-    parameters = 2 * attention + dense + 2 * expert + shared + router + 500 * 64
-    assert training.flops_per_token(infos, config) == 6 * parameters + 3 * 2 * 2 * 32 * (24 + 16)
+    moe = attention + 2 * expert + shared + router
+    parameters = attention + dense + moe + 500 * 64
+    products_of_attention = 3 * 2 * 32 * (24 + 16)
+    assert flops_per_token(model, config, 32) == 6 * parameters + 2 * products_of_attention
+    assert flops_per_token(model.layers[1], config, 32, 1) == 6 * moe + products_of_attention
 
 
 def test_the_peak_is_the_makers_or_else_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""Launches and bytes on a GPU, counted on a stand-in: counts do not grow, and the host waits for
-nothing inside a block or the loss.
+"""Launches and bytes on a GPU, counted on a stand-in, and the times that are predicted from them:
+they do not grow, and the host waits for nothing inside a block or the loss.
 
 How often it waits in a step is tested in test_rehearsal.py."""
 
@@ -17,7 +17,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The rows by case, from a process of its own: a process cannot undo that torch knows the
     stand-in."""
     out = tmp_path_factory.mktemp("launches")
-    arguments = ["--parts", "loss", "block", "--models", "DeepSeek-V2-Lite", "--out", str(out)]
+    arguments = ["--parts", "loss", "block", "--out", str(out)]
     # kernels are counted, not interpreted
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "lather", "bench", "launches", *arguments]
@@ -26,26 +26,34 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     assert "launches" in done.stdout
+    assert "predicted" in done.stdout
     return {
-        row["case"]: row["total"]
+        row["case"]: row
         for row in map(json.loads, (out / "launches.jsonl").read_text().splitlines())
     }
 
 
 @pytest.mark.parametrize(
-    ("case", "at_most", "gigabytes"),
+    ("case", "at_most", "gigabytes", "ms"),
     [
-        ("the loss: forward and backward", 433, 36.8),
-        ("an MoE block of DeepSeek-V2-Lite: forward and backward", 139, 23.3),
+        ("the loss: forward and backward", 433, 36.8, 30.0),
+        ("an MoE block of DeepSeek-V2-Lite: forward and backward", 139, 23.3, 16.8),
+        ("an MoE block of Qwen3-30B-A3B: forward and backward", 124, 23.5, 15.0),
     ],
 )
-def test_launches_and_bytes_do_not_grow_and_nobody_waits(
-    rows: dict[str, Any], case: str, at_most: int, gigabytes: float
+def test_counts_and_predicted_times_do_not_grow_and_nobody_waits(
+    rows: dict[str, Any], case: str, at_most: int, gigabytes: float, ms: float
 ) -> None:
-    assert 100 < rows[case]["launches"] <= at_most
-    assert 5 < (rows[case]["bytes_read"] + rows[case]["bytes_written"]) / 1e9 <= gigabytes
-    assert rows[case]["host_waits"] == 0
-    assert rows[case]["triton"] > 0
+    row, total = rows[case], rows[case]["total"]
+    assert 100 < total["launches"] <= at_most
+    assert 5 < (total["bytes_read"] + total["bytes_written"]) / 1e9 <= gigabytes
+    assert total["host_waits"] == 0
+    assert total["triton"] > 0
+    assert total["unknown"] == {}
+    assert 5 < row["predicted_ms"] <= ms
+    assert row["predicted_ms"] == max(row["device_ms"], row["host_ms"])
+    assert row["device_ms"] == pytest.approx(sum(total["predicted_ms"].values()), rel=1e-3)
+    assert row["mfu"] == pytest.approx(row["model_flops"] / row["predicted_ms"] / 989e9)
 
 
 def test_context_ranks_launch_their_exchanges_and_wait_for_nothing(rows: dict[str, Any]) -> None:
@@ -54,5 +62,5 @@ def test_context_ranks_launch_their_exchanges_and_wait_for_nothing(rows: dict[st
     many queries and keys 3 more."""
     alone = rows["an MoE block of DeepSeek-V2-Lite: forward and backward"]
     case = "an MoE block of DeepSeek-V2-Lite, a context rank of 8: forward and backward"
-    assert rows[case]["host_waits"] == 0
-    assert 14 <= rows[case]["launches"] - alone["launches"] <= 17
+    assert rows[case]["total"]["host_waits"] == 0
+    assert 14 <= rows[case]["total"]["launches"] - alone["total"]["launches"] <= 17

@@ -1,0 +1,256 @@
+"""The time model of `lather bench launches`: the longest of three times for each launch, a kind for
+every kernel, a source for every rate, and predictions beside measured rows."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import predicted as of_gpu
+from benchmarks.gpu.predicted import optimizer_ms, predicted
+from benchmarks.launches import kinds, markdown
+from benchmarks.launches.rates import H100, UNKNOWN
+
+REPOSITORY = Path(__file__).parents[2]
+MEASURED = [
+    json.loads(line)
+    for line in (REPOSITORY / "benchmarks/results/gpu/rows.jsonl").read_text().splitlines()
+]
+TWO_LAUNCHES = """
+import json
+from benchmarks.launches.counter import Counter
+
+with Counter() as counter:
+    counter.launch("few flops", 2 * 10**9, 10**9, flops=10**9, kind="GEMM")
+    counter.launch("few bytes", 10**6, 10**6, flops=10**12, kind="GEMM")
+    counter.launch("tiny", 4, 4, times=3, kind="elementwise")
+    counter.launch("of another project", 4, 4)
+    counter.launch("flex attention", 4, 4, flops=10**12)
+    total = counter.total
+print(json.dumps([total.seconds, total.unknown]))
+"""
+
+
+def test_a_launch_takes_the_longest_of_three_times() -> None:
+    gemm = H100.kinds["GEMM"]
+    assert H100.seconds("GEMM", 10**9, 10**9, 1) == pytest.approx(10**9 / gemm.bytes)
+    assert H100.seconds("GEMM", 10**6, 10**12, 1) == pytest.approx(10**12 / gemm.flops)
+    assert H100.seconds("GEMM", 1, 1, 3) == pytest.approx(3 * H100.shortest)
+
+
+def test_times_are_added_launch_by_launch() -> None:
+    """The sum of the longest times, not the longest of the sums: a launch that waits for memory
+    hides no arithmetic of another. Of flex attention half is computed."""
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_LAUNCHES],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    seconds, unknown = json.loads(done.stdout)
+    gemm, flex = H100.kinds["GEMM"], H100.kinds["flex attention"]
+    assert seconds["GEMM"] == pytest.approx(3e9 / gemm.bytes + 1e12 / gemm.flops)
+    assert seconds["elementwise"] == pytest.approx(3 * H100.shortest)
+    assert seconds["flex attention"] == pytest.approx(0.5e12 / flex.flops)
+    assert unknown == {"of another project": 1}
+    assert seconds[UNKNOWN] == pytest.approx(H100.shortest)
+
+
+# --- rates ----------------------------------------------------------------------------------------
+
+
+def test_every_rate_has_a_source_and_every_kind_a_rate() -> None:
+    for kind, rate in H100.kinds.items():
+        assert rate.source.startswith(("measured: ", "assumed: ")), kind
+        assert 0 < rate.bytes <= H100.kinds["copies"].bytes, kind
+        assert rate.flops > 0, kind
+    assert H100.source.startswith(("measured: ", "assumed: "))
+    assert {*kinds.KINDS, *kinds.TRITON.values()} <= H100.kinds.keys()
+    assert H100.kinds["GEMM"].flops < H100.peak_flops
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "of_row"),
+    [
+        ("loss kernels", "bytes", ("kernel", "cross_entropy_", "bytes_per_second")),
+        ("optimizer kernels", "bytes", ("kernel", "adam_in_basis", "bytes_per_second")),
+        ("fp32 GEMM", "flops", ("refresh", "", "product_flops_per_second")),
+    ],
+)
+def test_measured_rates_are_those_of_the_rows(
+    kind: str, rate: str, of_row: tuple[str, str, str]
+) -> None:
+    benchmark, name, key = of_row
+    measured = [
+        row[key]
+        for row in MEASURED
+        if row["benchmark"] == benchmark and row["config"].get("kernel", "").startswith(name)
+    ]
+    assert H100.kinds[kind].source.startswith("measured: ")
+    assert any(
+        getattr(H100.kinds[kind], rate) == pytest.approx(value, rel=0.01) for value in measured
+    )
+    copy = MEASURED[0]["rates"]["bytes"]
+    assert H100.kinds["copies"].bytes == pytest.approx(copy, rel=0.01)
+
+
+# --- kinds ----------------------------------------------------------------------------------------
+
+
+def test_no_kernel_is_of_two_kinds() -> None:
+    names = Counter(name for listed in kinds.KINDS.values() for name in listed)
+    assert not [name for name, times in names.items() if times > 1]
+
+
+def test_every_folder_of_triton_kernels_has_a_kind() -> None:
+    folders = [path.parent.name for path in REPOSITORY.glob("src/lather/kernels/*/triton.py")]
+    assert len(folders) > 10
+    assert not [name for name in folders if name not in kinds.TRITON]
+
+
+def test_every_product_in_a_triton_kernel_has_its_flops() -> None:
+    """A Triton kernel with `tl.dot` needs a function that counts its flops."""
+    for path in REPOSITORY.glob("src/lather/kernels/*/triton.py"):
+        source = path.read_text()
+        for part in ast.parse(source).body:
+            if isinstance(part, ast.FunctionDef) and "tl.dot(" in ast.unparse(part):
+                assert f"{path.parent.name}.{part.name}" in kinds.TRITON_FLOPS
+
+
+def test_a_triton_kernel_with_products_that_nobody_counts_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    function: Any = SimpleNamespace(__module__="lather.kernels.gather.triton", __name__="_kernel")
+    monkeypatch.setattr(kinds, "source_of", lambda given: "x = tl.dot(a, b)")
+    assert kinds.kind_of_triton(function) == UNKNOWN
+    monkeypatch.setitem(kinds.TRITON_FLOPS, "gather._kernel", lambda tensors: 7)
+    monkeypatch.setitem(kinds.TRITON, "gather._kernel", "grouped GEMM")
+    assert kinds.kind_of_triton(function) == "grouped GEMM"
+    assert kinds.flops_of_triton(function, {}) == 7
+    monkeypatch.setattr(kinds, "source_of", lambda given: "x = a + b")
+    function.__name__ = "_other"
+    assert kinds.kind_of_triton(function) == "rows moved"
+    assert kinds.flops_of_triton(function, {}) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kind"),
+    [
+        ("mm", torch.bfloat16, "GEMM"),
+        ("bmm", torch.float32, "fp32 GEMM"),
+        ("_grouped_mm", torch.bfloat16, "grouped GEMM"),
+        ("_scaled_dot_product_cudnn_attention", torch.bfloat16, "attention forward"),
+        ("_scaled_dot_product_flash_attention_backward", torch.bfloat16, "attention backward"),
+        ("_scaled_dot_product_efficient_attention", torch.float32, UNKNOWN),
+        ("_foreach_lerp_", torch.float32, "elementwise"),
+        ("_foreach_norm", torch.float32, "reductions"),
+        ("nobody_knows_this", torch.float32, UNKNOWN),
+    ],
+)
+def test_kinds(name: str, dtype: torch.dtype, kind: str) -> None:
+    x = torch.empty(2, 2, dtype=dtype, device="meta")
+    assert kinds.kind_of(name, [x, x], [x]) == kind
+
+
+def test_kinds_by_dtype() -> None:
+    """The product's operands count, not the sum; casts change the dtype; a scalar of the host is no
+    transfer."""
+    wide, narrow = (torch.empty(2, 2, dtype=x, device="meta") for x in (torch.float32, torch.half))
+    assert kinds.kind_of("addmm", [wide, narrow, narrow], [wide]) == "GEMM"
+    assert kinds.kind_of("addmm", [wide, wide, wide], [wide]) == "fp32 GEMM"
+    assert kinds.kind_of("_to_copy", [wide], [narrow]) == "casts"
+    assert kinds.kind_of("copy_", [wide, wide], []) == "copies"
+    assert kinds.kind_of("copy_", [wide, torch.empty(2, 2)], []) == "transfers with the host"
+    assert kinds.kind_of("copy_", [wide, torch.empty(())], []) == "copies"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_causal_attention_is_half_of_its_flops(causal: bool) -> None:
+    aten = torch.ops.aten
+    q = torch.empty(1, 1, 2, 2, device="meta")
+    forward: Any = aten._scaled_dot_product_flash_attention.default
+    name = "_scaled_dot_product_flash_attention"
+    assert kinds.is_causal(forward, name, (q, q, q, 0.0, causal), {}) is causal
+    backward: Any = aten._scaled_dot_product_flash_attention_backward.default
+    arguments = (q, q, q, q, q, q, None, None, 2, 2, 0.0, causal)
+    assert kinds.is_causal(backward, f"{name}_backward", arguments, {}) is causal
+    assert not kinds.is_causal(aten.mm.default, "mm", (q, q), {"is_causal": True})
+
+
+# --- predictions ----------------------------------------------------------------------------------
+
+
+def step_row(name: str, ms: float, of_optimizer: float, **sizes: Any) -> dict[str, Any]:
+    config = {"part": "gpu step", "model": "m", "optimizer": "soap", "frequency": 4, "row": name}
+    return {
+        "rates": "A GPU",
+        "config": {**config, **sizes},
+        "predicted_ms": ms,
+        "phases": {"lather.optim.update": {"predicted_ms": {"GEMM": of_optimizer}}, "rest": {}},
+    }
+
+
+ROWS = [
+    step_row("first bases", 999.0, 900.0, hidden_size=8, batch_size=2),
+    step_row("between refreshes", 100.0, 20.0, hidden_size=8, batch_size=2),
+    step_row("refresh", 180.0, 100.0, hidden_size=8, batch_size=2),
+]
+STEP: dict[str, Any] = {
+    "benchmark": "training",
+    "hardware": {"gpu": "A GPU"},
+    "config": {"optimizer": "soap", "batch_size": 2, "model": {"hidden_size": 8}},
+    "step_seconds": 0.1,
+    "optimizer_seconds": 0.05,
+    "tokens_per_second": 1.0,
+    "mfu": 0.5,
+    "peak_bytes": None,
+}
+
+
+def test_a_measured_step_is_compared_with_the_mean_between_two_refreshes() -> None:
+    assert predicted(STEP, ROWS) == pytest.approx((3 * 100 + 180) / 4)
+    assert predicted(STEP, ROWS, optimizer_ms) == pytest.approx((3 * 20 + 100) / 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hardware": {"gpu": "Another GPU"}},
+        {"benchmark": "block"},
+        {"config": {**STEP["config"], "optimizer": "muon"}},
+        {"config": {**STEP["config"], "batch_size": 4}},
+        {"config": {**STEP["config"], "model": {"hidden_size": 9}}},
+    ],
+)
+def test_nothing_is_predicted_for_other_devices_and_sizes(change: dict[str, Any]) -> None:
+    assert predicted({**STEP, **change}, ROWS) is None
+
+
+def test_make_gpu_prints_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu.summary import DESCRIBE
+
+    describe: Callable[[Any], str] = DESCRIBE["training"]
+    monkeypatch.setattr(of_gpu, "predictions", lambda: ROWS)
+    assert describe([STEP]).endswith("100 ms a step (predicted 120.0)")
+    assert describe([STEP | {"hardware": {"gpu": None}}]).endswith("100 ms a step")
+
+
+def test_tables_name_what_is_compared() -> None:
+    table = markdown.measured_table(ROWS, [STEP, STEP | {"benchmark": "kernel"}])
+    assert table.splitlines()[2:] == [
+        "| a step of the 1.7 B model, soap | 120.0 | 100.0 | 1.20 |",
+        "| of it the optimizer | 40.0 | 50.0 | 0.80 |",
+    ]
+    assert len(markdown.rates_table().splitlines()) == 2 + len(H100.kinds)
