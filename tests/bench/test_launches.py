@@ -36,9 +36,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("case", "at_most", "gigabytes", "ms"),
     [
-        ("the loss: forward and backward", 433, 36.8, 30.0),
-        ("an MoE block of DeepSeek-V2-Lite: forward and backward", 139, 23.3, 16.8),
-        ("an MoE block of Qwen3-30B-A3B: forward and backward", 124, 23.5, 15.0),
+        ("the loss: forward and backward", 433, 36.8, 29.3),
+        ("an MoE block of DeepSeek-V2-Lite: forward and backward", 139, 23.3, 16.5),
+        ("an MoE block of Qwen3-30B-A3B: forward and backward", 124, 23.5, 14.6),
     ],
 )
 def test_counts_and_predicted_times_do_not_grow_and_nobody_waits(
@@ -56,11 +56,16 @@ def test_counts_and_predicted_times_do_not_grow_and_nobody_waits(
     assert row["mfu"] == pytest.approx(row["model_flops"] / row["predicted_ms"] / 989e9)
 
 
-def test_context_ranks_launch_their_exchanges_and_wait_for_nothing(rows: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("model", "most"), [("DeepSeek-V2-Lite", 17), ("Qwen3-30B-A3B", 18)])
+def test_context_ranks_launch_their_exchanges_and_wait_for_nothing(
+    rows: dict[str, Any], model: str, most: int
+) -> None:
     """An exchange is packed, sent and unpacked. Gathering, gathering again and the sum of the
     gradients take 14 launches, flex attention in place of a kernel for causal attention of equally
-    many queries and keys 3 more."""
-    alone = rows["an MoE block of DeepSeek-V2-Lite: forward and backward"]
-    case = "an MoE block of DeepSeek-V2-Lite, a context rank of 8: forward and backward"
-    assert rows[case]["total"]["host_waits"] == 0
-    assert 14 <= rows[case]["total"]["launches"] - alone["total"]["launches"] <= 17
+    many queries and keys 3 or 4 more: it is counted for the second model of a process, too."""
+    alone = rows[f"an MoE block of {model}: forward and backward"]["total"]
+    shared = rows[f"an MoE block of {model}, a context rank of 8: forward and backward"]["total"]
+    assert shared["host_waits"] == 0
+    assert 14 <= shared["launches"] - alone["launches"] <= most
+    assert shared["unknown"] == {}
+    assert shared["predicted_ms"]["flex attention"] > 10

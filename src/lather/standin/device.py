@@ -89,6 +89,8 @@ class StandIn:
     def __init__(self) -> None:
         self.waited: Callable[[str], None] = lambda what: None
         """Called when the host waits."""
+        self.launched: Callable[..., None] = lambda *given, **options: None
+        """Called when a kernel is launched that is no operation of torch."""
         self.peak: Callable[[], int] = lambda: 0
         """Returns the value of `max_memory_allocated`."""
         self.read: Callable[[torch.Tensor, Read, bool], torch.Tensor]

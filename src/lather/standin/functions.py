@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -19,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from lather.device import is_cpu
-from lather.standin import operations
+from lather.standin import device, operations
 from lather.torch_private import fused_sdp_choice
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -35,8 +34,6 @@ class Observer(Protocol):
     def is_here(self, x: object) -> bool: ...
 
     def note(self, what: str) -> None: ...
-
-    def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None: ...
 
     def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None: ...
 
@@ -209,20 +206,20 @@ def counted_triton(mode: Observer) -> AbstractContextManager[object]:
     return patch.object(JITFunction, "run", run)
 
 
-def counted_compile(mode: Observer) -> AbstractContextManager[object]:
+def counted_compile() -> AbstractContextManager[object]:
     """Make `torch.compile` return flex attention as a forward and two backward kernels, and other
-    functions unchanged."""
+    functions unchanged. The compiled function is kept for the process, so its kernels report to the
+    mode that is active when they are launched."""
 
     def compiled(function: Any = None, **options: Any) -> Any:
         if getattr(function, "__name__", "") == "flex_attention":
-            return partial(_flex_attention, mode)
+            return _flex_attention
         return function if function is not None else (lambda decorated: decorated)
 
     return patch.object(torch, "compile", compiled)
 
 
 def _flex_attention(
-    mode: Observer,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -236,7 +233,7 @@ def _flex_attention(
         raise TypeError(f"flex attention got {q.dtype}, {k.dtype} and {v.dtype}")
     if q.shape[1] != k.shape[1] and not enable_gqa:
         raise ValueError(f"flex attention got {q.shape[1]} and {k.shape[1]} heads")
-    y, lse = _Flex.apply(mode, q, k, v)  # type: ignore[no-untyped-call]
+    y, lse = _Flex.apply(q, k, v)  # type: ignore[no-untyped-call]
     return y if return_aux is None else (y, SimpleNamespace(lse=lse if return_aux.lse else None))
 
 
@@ -244,17 +241,14 @@ class _Flex(torch.autograd.Function):
     """Shapes, bytes and flops of flex attention; every block counts as visible."""
 
     @staticmethod
-    def forward(ctx: Any, mode: Observer, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         y, lse = (
             q.new_empty((*q.shape[:3], v.shape[-1])),
             q.new_empty(q.shape[:3], dtype=torch.float32),
         )
         ctx.save_for_backward(q, k, v, y, lse)
-        ctx.mode, ctx.flops = (
-            mode,
-            2 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3]),
-        )
-        mode.launch(
+        ctx.flops = 2 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
+        device.module.launched(
             "flex attention",
             sum(map(operations.nbytes, (q, k, v))),
             operations.nbytes(y) + operations.nbytes(lse),
@@ -266,14 +260,14 @@ class _Flex(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse = ctx.saved_tensors
         gradients, delta = [torch.empty_like(x) for x in (q, k, v)], torch.empty_like(lse)
-        ctx.mode.launch(
+        device.module.launched(
             "flex attention's delta", 2 * operations.nbytes(y), operations.nbytes(delta)
         )
         size = sum(map(operations.nbytes, (q, k, v)))
-        ctx.mode.launch(
+        device.module.launched(
             "flex attention's backward",
             size + 2 * operations.nbytes(y),
             size,
             flops=5 * ctx.flops // 2,
         )
-        return None, *gradients
+        return tuple(gradients)

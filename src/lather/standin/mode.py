@@ -52,6 +52,7 @@ class StandInMode(TorchDispatchMode):
             device.module,
             create=True,
             waited=self.wait,
+            launched=self.launch,
             peak=lambda: self.peak_bytes,
             read=self._read,
             positions=self._positions_of,
@@ -63,7 +64,7 @@ class StandInMode(TorchDispatchMode):
             observed,
             fake_tensors_behave(),
             counted_triton(self),
-            counted_compile(self),
+            counted_compile(),
             unmarked,
             Functions(self),
         ):
