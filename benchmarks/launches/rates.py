@@ -71,12 +71,12 @@ H100 = RateTable(
         ),
         "GEMM": KindRate(
             COPY,
-            "assumed: the review's 560 to 600; the kernels row of linear_cross_entropy gives 550 "
-            "without its other launches, a product of 8192 x 8192 784",
+            "assumed: the kernels row of linear_cross_entropy gives 550 without its other "
+            "launches, a product of 8192 x 8192 784",
             560e12,
         ),
         "fp32 GEMM": KindRate(COPY, "measured: refresh row, products K Q", 53.4e12),
-        "TF32 GEMM": KindRate(COPY, "assumed: the review", 330e12),
+        "TF32 GEMM": KindRate(COPY, "assumed: two thirds of the peak", 330e12),
         "attention forward": KindRate(
             COPY, "measured: 19 ms of a profile of training-adamw, divided as assumed", 425e12
         ),
@@ -90,7 +90,7 @@ H100 = RateTable(
         "gates": KindRate(
             2.4e12, "assumed: kernels rows give 1.8 to 2.1 with the wait for their launch"
         ),
-        "norms, rotary, routes": KindRate(2.4e12, "assumed: the review"),
+        "norms, rotary, routes": KindRate(2.4e12, "assumed: four fifths of a copy's"),
         "loss kernels": KindRate(2.59e12, "measured: kernels row of cross_entropy_"),
         "optimizer kernels": KindRate(2.69e12, "measured: kernels row of adam_in_basis"),
         "fused AdamW": KindRate(
@@ -114,6 +114,6 @@ H100 = RateTable(
     },
     shortest=2.5e-6,
     host_seconds=25e-6,
-    source="assumed: the review, 3 to 5 ms of the host for a layer of 170 launches",
+    source="assumed: 3 to 5 ms of the host for a layer of 170 launches",
     peak_flops=PEAK_FLOPS["H100"],
 )

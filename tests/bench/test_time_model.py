@@ -254,3 +254,10 @@ def test_tables_name_what_is_compared() -> None:
         "| of it the optimizer | 40.0 | 50.0 | 0.80 |",
     ]
     assert len(markdown.rates_table().splitlines()) == 2 + len(H100.kinds)
+
+
+def test_all_kernels_of_the_published_rows_are_known() -> None:
+    of_this_device = [row for row in of_gpu.predictions() if row.get("rates") == H100.name]
+    assert {row["config"]["part"] for row in of_this_device} >= {"block", "gpu step", "refresh"}
+    for row in of_this_device:
+        assert row["total"]["unknown"] == {}, row["case"]
