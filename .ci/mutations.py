@@ -68,10 +68,24 @@ MUTATIONS = (
     ),
     Mutation(
         "muon: Nesterov with the weights exchanged",
-        "optim/rules/muon.py",
-        "g.lerp(b, self.momentum)",
-        "g.lerp(b, 1 - self.momentum)",
+        "kernels/momentum/reference.py",
+        "(g, 1 - mu), mu)",
+        "(g, 1 - mu), 1 - mu)",
         "optim/test_muon.py",
+    ),
+    Mutation(
+        "kernels: tiles above the diagonal are not transposed",
+        "kernels/symmetric_product/triton.py",
+        "tl.store(out_ptr + first + at, tl.trans(y), mask=inside)",
+        "tl.store(out_ptr + first + at, y, mask=inside)",
+        "kernels/test_symmetric_product.py",
+    ),
+    Mutation(
+        "kernels: squares of parts of other sizes are added",
+        "kernels/unit_norm/triton.py",
+        "parts * _square(sizes / size)",
+        "parts",
+        "kernels/test_unit_norm.py",
     ),
     Mutation(
         "sharded: updates reach the first of several copies",

@@ -17,8 +17,9 @@ that knows nothing but its architecture; the counts are read from the assembler'
 Launches that come to the same code are one row. The counts depend on the sources and Triton's
 version alone.
 
-A row's `loads` and `stores` count the instructions on global memory by bits per thread; `divisions`
-counts 64-bit integer divisions, each of which takes a GPU some hundred instructions.
+A row's `loads` and `stores` count the instructions on global memory by bits per thread, copies to
+shared memory among the loads; `divisions` counts 64-bit integer divisions, each of which takes a
+GPU some hundred instructions.
 """
 
 from __future__ import annotations
@@ -233,6 +234,9 @@ def counted(log: str, ptx: str) -> Row:
 
 
 def _widths(ptx: str, kind: str) -> Iterator[int]:
+    if kind == "ld":
+        copies = r"\bcp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+)"
+        yield from (8 * int(size, 16) for size in re.findall(copies, ptx))
     for vector, bits in re.findall(
         rf"\b{kind}\.(?:\w+\.)*global(?:[.:]\w+)*?(?:\.v(\d))?\.[bfus](\d+)", ptx
     ):

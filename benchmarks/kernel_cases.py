@@ -133,6 +133,22 @@ def _linear_cross_entropy(s: ModelSizes) -> Calls:
         )
 
 
+def _momentum(s: ModelSizes) -> Calls:
+    from lather.kernels.momentum.triton import nesterov_
+
+    x = _floats(s.e, 2 * s.f, s.d)
+    yield nesterov_, x, x, 0.95
+
+
+def _narrow_weights(s: ModelSizes) -> Calls:
+    from lather.kernels.narrow_weights.triton import change_
+
+    shape = (s.e, 2 * s.f, s.d)
+    w, r = _on_meta(shape, dtype=torch.bfloat16), _on_meta(shape, dtype=torch.int16)
+    for remainder in (None, r):
+        yield change_, w, _floats(shape), remainder, {"decay": 1e-4, "lr": 1e-2, "step": 3}
+
+
 def _quantized(s: ModelSizes) -> Calls:
     from lather.kernels.quantized import BASIS, POSITIVE, SIGNED, num_blocks
     from lather.kernels.quantized.triton import dequantize, quantize_
@@ -219,6 +235,17 @@ def _swiglu(s: ModelSizes) -> Calls:
     yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate
 
 
+def _symmetric_product(s: ModelSizes) -> Calls:
+    from lather.kernels.symmetric_product.triton import add_symmetric_product, symmetric_product
+
+    x = _on_meta(s.e, s.d, s.f, dtype=s.dtype)
+    for matrices in (x, x.mT) if s.dtype == torch.bfloat16 else (x,):
+        yield symmetric_product, matrices
+        square = _on_meta(s.e, *matrices.shape[1:2] * 2, dtype=s.dtype)
+        options = {"beta": 0.95, "alpha": 0.05, "out": square}
+        yield add_symmetric_product, square, matrices, options
+
+
 def _triangle(s: ModelSizes) -> Calls:
     from lather.kernels.triangle import triangle_numel
     from lather.kernels.triangle.triton import (
@@ -236,12 +263,21 @@ def _triangle(s: ModelSizes) -> Calls:
     yield dequantize_triangle, *codes, x
 
 
+def _unit_norm(s: ModelSizes) -> Calls:
+    from lather.kernels.unit_norm.triton import unit_norm
+
+    yield unit_norm, _floats(s.e, 2 * s.f, s.d), torch.bfloat16
+    yield unit_norm, _floats(s.e, 2 * s.f, s.d), torch.float32
+
+
 CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _adam_in_basis,
     _combine,
     _cross_entropy,
     _gather,
     _linear_cross_entropy,
+    _momentum,
+    _narrow_weights,
     _quantized,
     _remainder,
     _rms_norm,
@@ -249,5 +285,7 @@ CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _route,
     _stochastic_rounding,
     _swiglu,
+    _symmetric_product,
     _triangle,
+    _unit_norm,
 )

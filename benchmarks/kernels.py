@@ -4,8 +4,8 @@ its rate as a share of the device's.
     check   at small sizes the operation on the device gives the reference's result on the CPU, from
             the same numbers
     rate    at DeepSeek-V2-Lite's sizes and 8,192 tokens: bytes that have to be read and written,
-            per second, as a share of a device copy's; for `linear_cross_entropy` flops per second
-            (four products of T x V x D), as a share of a matrix product's
+            per second, as a share of a device copy's; for products flops per second, as a share of
+            a matrix product's (`linear_cross_entropy`: four products of T x V x D)
 
 Letters: T tokens, K experts per token, E experts, D hidden size, F expert intermediate size, V
 vocabulary.
@@ -28,11 +28,14 @@ from lather.kernels import combine, gather, route, swiglu
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.kernels.backend import use_triton
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.kernels.momentum import nesterov_
+from lather.kernels.narrow_weights import change_
 from lather.kernels.quantized import dequantize, num_blocks, quantize_
 from lather.kernels.rms_norm import rms_norm
 from lather.kernels.rotary import rotate_pairs
 from lather.kernels.stochastic_rounding import round_to_bf16
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
+from lather.kernels.symmetric_product import add_symmetric_product
 from lather.kernels.triangle import (
     dequantize_triangle,
     pack_triangle,
@@ -40,6 +43,7 @@ from lather.kernels.triangle import (
     triangle_numel,
     unpack_triangle,
 )
+from lather.kernels.unit_norm import unit_norm
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 """The largest difference of a result from the reference's, relative in the Frobenius norm."""
@@ -288,6 +292,35 @@ def _stochastic_rounding(s: KernelSizes, device: torch.device) -> KernelCase:
     return KernelCase("round_to_bf16", lambda: round_to_bf16(x, 3), 6 * x.numel())
 
 
+def _symmetric_product(s: KernelSizes, device: torch.device) -> KernelCase:
+    """Make the case of b A + c A A^T; its flops are those of the whole product."""
+    n = 2 * s.d
+    a = _Draw(s, device).normal(s.e, n, n)
+    a = (a + a.mT) / n
+    run = lambda: add_symmetric_product(a, a, beta=-4.775, alpha=2.0315)  # noqa: E731
+    return KernelCase("add_symmetric_product", run, 2 * s.e * n**3, "flops")
+
+
+def _muon(s: KernelSizes, device: torch.device) -> KernelCase:
+    """Make the case of what Muon does to gradients before Newton-Schulz."""
+    draw, shape = _Draw(s, device), (s.elements // s.d**2 + 1, s.d, s.d)
+    g, b = (draw.normal(*shape, dtype=torch.float32) for _ in range(2))
+    run = lambda: (unit_norm(nesterov_(b, g, 0.95), torch.bfloat16), b)  # noqa: E731
+    return KernelCase("nesterov_ and unit_norm", run, 26 * g.numel())
+
+
+def _narrow_weights(s: KernelSizes, device: torch.device) -> KernelCase:
+    draw = _Draw(s, device)
+    w, u = draw.normal(s.elements), draw.normal(s.elements, dtype=torch.float32)
+    r = torch.zeros_like(w, dtype=torch.int16)
+
+    def run() -> Tensor:
+        change_(w, u, r, decay=1e-4, lr=1e-2, step=3)
+        return w
+
+    return KernelCase("change_ of bf16 weights with remainders", run, 12 * w.numel())
+
+
 def _triangle(s: KernelSizes, device: torch.device) -> KernelCase:
     x = _Draw(s, device).normal(s.e, s.d, s.d, dtype=torch.float32)
     x = x + x.mT
@@ -361,8 +394,11 @@ CASES: dict[str, Callable[[KernelSizes, torch.device], KernelCase]] = {
         _combine_forward,
         _route,
         _adam,
+        _muon,
+        _narrow_weights,
         _quantized,
         _stochastic_rounding,
+        _symmetric_product,
         _triangle,
         _triangle_in_16_bits,
         _cross_entropy,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.launches.operations import GATHERS, ONE_BY_ONE, SCATTERS, source_of
 from benchmarks.launches.rates import UNKNOWN
+from lather.kernels.symmetric_product import num_flops
 from lather.standin.operations import ATTENTION, COPIES, SUMMED_PRODUCTS
 from lather.torch_private import get_fp32_precision
 
@@ -117,6 +118,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "broadcast_",
     ),
     "elementwise": (
+        "_fused_sgd_",
         "add",
         "add_",
         "sub",
@@ -206,13 +208,19 @@ TRITON: dict[str, str] = {
     "cross_entropy": "loss kernels",
     "linear_cross_entropy": "loss kernels",
     "adam_in_basis": "optimizer kernels",
+    "momentum": "optimizer kernels",
+    "narrow_weights": "optimizer kernels",
+    "unit_norm": "optimizer kernels",
+    "symmetric_product": "GEMM",
     "quantized": "optimizer kernels",
     "remainder": "optimizer kernels",
     "stochastic_rounding": "optimizer kernels",
     "triangle": "optimizer kernels",
 }
 """The kind of Triton kernels, by folder of `lather.kernels`, or by folder and function."""
-TRITON_FLOPS: dict[str, Callable[[Mapping[str, Tensor]], int]] = {}
+TRITON_FLOPS: dict[str, Callable[[Mapping[str, Tensor]], int]] = {
+    "symmetric_product._product": lambda tensors: num_flops(tensors["x_ptr"]),
+}
 """Functions that return the flops of a launch from its tensors, by folder and function, for the
 Triton kernels that have products."""
 

@@ -123,16 +123,20 @@ def launches(name: str, args: Sequence[Any]) -> int:
 
 def kernel_traffic(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """The bytes of the tensors that a Triton kernel's source loads and stores; a tensor whose name
-    is in neither counts as loaded."""
+    is in neither counts as loaded.
+
+    A tensor that is passed again is an unused pointer, or, by the name out_ptr, an operand that is
+    changed in place."""
     source, seen = source_of(function), set[tuple[int, int]]()
     read = written = 0
     for name, x in tensors.items():
         place = (id(x.untyped_storage()), int(x.storage_offset()))
-        if place in seen:
-            continue  # the same tensor, passed again for an unused pointer
+        is_again = place in seen
+        if is_again and name != "out_ptr":
+            continue
         seen.add(place)
         stores = re.search(rf"(store\w*|atomic\w*)\(\s*{name}\b", source) is not None
         loads = re.search(rf"(load\w*)\(\s*{name}\b", source) is not None
-        read += nbytes(x) if loads or not stores else 0
+        read += nbytes(x) if (loads or not stores) and not is_again else 0
         written += nbytes(x) if stores else 0
     return read, written

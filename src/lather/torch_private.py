@@ -24,6 +24,9 @@ function's form of queries, keys and values depends on it. The public `can_use_*
 `torch.backends.cuda` tell which kernels could be called, but not which of them torch prefers on
 this GPU, with this cuDNN, and with the user's switches.
 
+`fused_sgd_` is the kernel of `torch.optim.SGD(fused=True)`, which scales and adds in one pass. The
+alternative is a product and a sum, which read and write the weights twice.
+
 `get_fp32_precision` and `set_fp32_precision` read and set the fp32 precision of one operation of a
 backend ("matmul"), or of all of them ("all"; "generic" stands for all backends). The public
 attribute of oneDNN's operations as a whole, `torch.backends.mkldnn.fp32_precision`, reads that
@@ -121,6 +124,7 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 fused_adamw_ = torch._fused_adamw_
 fused_sdp_choice = torch._fused_sdp_choice
+fused_sgd_ = torch._fused_sgd_
 get_fp32_precision = torch._C._get_fp32_precision_getter
 linalg_eigh = torch.ops.aten._linalg_eigh
 reduce_scatter_single: Any = getattr(

@@ -21,6 +21,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "addmm": lambda total, a, b, out_dtype=None, *, out=None, **scales: (
         a.new_empty((len(a), b.shape[1]), dtype=out_dtype or a.dtype) if out is None else out
     ),
+    "_fused_sgd_": lambda *tensors, **options: None,
     "geqrf": lambda a: (torch.empty_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))),
 }
 """Results of operations for which torch has no shape function on the meta device, or not for all

@@ -26,10 +26,16 @@ def noise(bits, key, NUM_BITS: tl.constexpr):
     return ((h ^ (h >> 15)) * -0x7B935975) >> (32 - NUM_BITS)
 
 
+@triton.jit
+def rounded(x, key):
+    """Return the bits in bf16 of fp32 values, as int16."""
+    bits = x.to(tl.int32, bitcast=True)
+    half = tl.where(x == x, (bits + 0x8000 + noise(bits, key, 16)) >> 16, 0x7FC0)  # noqa: PLR0124
+    return half.to(tl.int16)
+
+
 @triton.jit(do_not_specialize=["key"])
 def _round(x_ptr, out_ptr, key, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < numel, other=0.0)
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = tl.where(x == x, (bits + 0x8000 + noise(bits, key, 16)) >> 16, 0x7FC0)  # noqa: PLR0124
-    tl.store(out_ptr + at, rounded.to(tl.int16), mask=at < numel)
+    tl.store(out_ptr + at, rounded(x, key), mask=at < numel)

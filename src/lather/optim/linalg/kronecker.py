@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lather.device import is_gpu
+from lather.kernels.symmetric_product import add_symmetric_product, symmetric_product
 from lather.shapes import Float, Int
 
 Matrices = Mapping[int, Float[Tensor, "b _ _"]]
@@ -109,12 +110,12 @@ def update_kronecker_factors_kl(
 def gram(x: Tensor) -> Tensor:
     """Return x x^T for x (B, n, rest)."""
     if is_formed_whole(x):
-        return x @ x.mT
+        return symmetric_product(x)
     return average_(x.new_zeros(len(x), x.shape[1], x.shape[1]), x, 0.0, 1.0)
 
 
 def is_formed_whole(x: Tensor) -> bool:
-    """Whether x x^T for x (B, n, rest) is computed as one product, and not by block rows."""
+    """Whether x x^T for x (B, n, rest) is computed by one operation, and not by block rows."""
     return min(x.shape[1:]) < SYMMETRIC_FROM or x.dtype == torch.bfloat16 or is_gpu(x)
 
 
@@ -125,14 +126,14 @@ def average_(
     all), and return k.
 
     On a CPU, large products are computed by block rows up to the diagonal and mirrored, which takes
-    5/8 of the flops: torch has no symmetric rank-k product. In bf16, and on a GPU, the whole
-    product takes less time than the copies would.
+    5/8 of the flops: torch has no symmetric rank-k product. In bf16 the whole product takes less
+    time than the copies would; a GPU has a kernel (`lather.kernels.symmetric_product`).
     """
     n = k.shape[-1]
     if active is not None:
         k[active] = average_(k[active], x, beta, weight)
     elif is_formed_whole(x):
-        k.baddbmm_(x, x.mT, beta=beta, alpha=weight)
+        add_symmetric_product(k, x, beta=beta, alpha=weight, out=k)
     else:
         height = -(-n // SYMMETRIC_BLOCKS)
         for start in range(0, n, height):

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from lather.device import is_gpu
+from lather.kernels.symmetric_product import symmetric_product
 from lather.shapes import Bool, Float
 
 BLOCKS = ((1280, 128), (384, 64), (0, 32))
@@ -163,10 +164,10 @@ def _orthonormalise_block_(
     The first Cholesky-QR magnifies components along the earlier rows; they are projected out
     between the two.
     """
-    x = _inverse_cholesky(rows @ rows.mT, eye) @ rows
+    x = _inverse_cholesky(symmetric_product(rows), eye) @ rows
     if earlier.shape[1]:
         x.baddbmm_(x @ earlier.mT, earlier, alpha=-1)
-    gram = x @ x.mT
+    gram = symmetric_product(x)
     width = x.shape[1]
     errors.append(torch.linalg.vector_norm(gram - eye[:width, :width], torch.inf, dim=(1, 2)))
     torch.bmm(_inverse_cholesky(gram, eye), x, out=rows)

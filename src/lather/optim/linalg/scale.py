@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lather.device import Read, is_cpu, is_true
+from lather.kernels.unit_norm import unit_norm
 from lather.shapes import Float
 
 LEAST_NORM = 2.0**-40
@@ -45,17 +46,21 @@ def largest_elements(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
     return largest.clamp_min(torch.finfo(dtype).tiny)
 
 
-def with_norms_in_range(x: Float[Tensor, "b m n"]) -> Float[Tensor, "b m n"]:
-    """Return matrices whose norms, and the squares of these, are normal numbers: on a GPU each
-    matrix of x is divided by its largest element, because looking at its norm first would take
-    longer; on a CPU a matrix out of range is divided by a power of two."""
+def with_unit_norms(x: Float[Tensor, "b m n"], dtype: torch.dtype) -> Float[Tensor, "b m n"]:
+    """Return matrices divided by their norms, whatever these are, rounded to `dtype`; a matrix of
+    zeros stays zero. On a GPU each matrix is divided by its largest element first, because looking
+    at its norm first would take longer (`lather.kernels.unit_norm`); on a CPU a matrix out of range
+    is divided by a power of two."""
     if not is_cpu(x):
-        return x / largest_elements(x)[:, None, None]
+        return unit_norm(x, dtype)
     norm = norms(x)
-    good = (norm >= torch.finfo(norm.dtype).tiny) & norm.isfinite()
-    if is_true(good.all(), Read.CHOICE):
-        return x
-    return x / powers_of_two(x).where(~good, 1.0)[:, None, None]
+    tiny = torch.finfo(norm.dtype).tiny
+    good = (norm >= tiny) & norm.isfinite()
+    if not is_true(good.all(), Read.CHOICE):
+        x = x / powers_of_two(x).where(~good, 1.0)[:, None, None]
+        norm = norms(x)
+    norm = norm.clamp_min(tiny)[:, None, None]
+    return torch.div(x, norm, out=torch.empty_like(x, dtype=dtype))
 
 
 def norms_of_any_scale(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:

@@ -17,6 +17,7 @@ from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
+from lather.kernels.momentum import nesterov_
 from lather.optim.linalg.newton_schulz import (
     Coefficients,
     orthogonalize,
@@ -115,8 +116,10 @@ class MuonRule(Rule):
             return self._mixture(g, s)
         if t == self.slow_momentum_start:
             s[GAP].zero_()  # from here on, whatever earlier options have left
-        b = s["momentum_buffer"].lerp_(g, 1 - self.momentum)
-        return g.lerp(b, self.momentum) if self.nesterov else b
+        b = s["momentum_buffer"]
+        if self.nesterov:
+            return nesterov_(b, g, self.momentum)
+        return b.lerp_(g, 1 - self.momentum)
 
     def _mixture(self, g: Tensor, s: State) -> Tensor:
         """Update B = f B + (1 - f) G and D = S - B, with S = c S + (1 - c) G, in place. Return B +
@@ -133,8 +136,11 @@ class MuonRule(Rule):
     def finished(self, x: Tensor, s: State) -> Tensor:
         """Return U for x (B, m, n): orthogonalized, with normalized rows if `normalize` says so,
         and scaled."""
-        u = orthogonalize(x, self.steps, self.coefficients, self.newton_schulz_dtype)
-        if self.normalize:
-            v = s["row_moment"].lerp_(u.square().mean(-1), 1 - self.beta2)
-            u = with_norm_of(u, u / (v.sqrt() + 1e-8).unsqueeze(-1))
-        return u.mul_(update_scale(u.shape[1:], self.scale))
+        scale = update_scale(x.shape[1:], self.scale)
+        of_result = 1.0 if self.normalize else scale
+        options = (self.steps, self.coefficients, self.newton_schulz_dtype, of_result)
+        u = orthogonalize(x, *options)
+        if not self.normalize:
+            return u
+        v = s["row_moment"].lerp_(u.square().mean(-1), 1 - self.beta2)
+        return with_norm_of(u, u / (v.sqrt() + 1e-8).unsqueeze(-1)).mul_(scale)

@@ -151,7 +151,7 @@ class SOAPRule(BasisRule):
     def _normalized(self, u: Tensor, factors: dict[int, Tensor]) -> Tensor:
         """Apply the optional normalizations to the update of each matrix."""
         if self.orthogonalize and u.dim() == 3:
-            u = orthogonalize(u) * update_scale(u.shape[1:], "match_rms_adamw")
+            u = orthogonalize(u, scale=update_scale(u.shape[1:], "match_rms_adamw"))
         if self.trace_normalization and factors:
             u = u * column(factors[min(factors)].diagonal(dim1=-2, dim2=-1).sum(-1).sqrt(), u)
         if self.normalize_preconditioned_grads:

@@ -1,0 +1,24 @@
+"""`nesterov_`: Nesterov's momentum, as Muon uses it.
+
+    B <- mu B + (1 - mu) G        N = mu B + (1 - mu) G
+
+On a GPU one kernel reads G and B and writes B and N, 16 bytes per fp32 element; torch's two
+operations move 24.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lather.kernels.backend import fastest
+from lather.kernels.momentum import reference
+from lather.shapes import Float
+
+
+def nesterov_(b: Float[Tensor, "*dims"], g: Float[Tensor, "*dims"], mu: float) -> Tensor:
+    """Update the momentum `b` with the gradient `g` in place, and return N, in the shape and dtype
+    of `g`, which is not changed. `mu` is in [0, 1)."""
+    has_kernel = (
+        b.dtype == g.dtype and b.element_size() <= 4 and b.is_contiguous() and g.is_contiguous()
+    )
+    return fastest(reference.nesterov_, b, g, in_reference=not has_kernel)(b, g, mu)
