@@ -236,6 +236,20 @@ MUTATIONS = (
         "models/test_layers.py",
     ),
     Mutation(
+        "kernels: experts' gradients forget those of earlier micro-batches",
+        "kernels/grouped_weight_gradient/triton.py",
+        "before + halves[number]",
+        "halves[number]",
+        "kernels/test_grouped_weight_gradient.py",
+    ),
+    Mutation(
+        "models: a gradient that its kernel has added is added again",
+        "models/saving/weight_gradients.py",
+        "if gradient is total:",
+        "if False:",
+        "models/test_weight_gradients.py",
+    ),
+    Mutation(
         "models: weights of experts elsewhere get a gradient",
         "models/experts.py",
         "return picked.masked_fill(row_TK < 0, 0)",

@@ -107,6 +107,19 @@ def _gather(s: ModelSizes) -> Calls:
     yield add_rows, s.rows(s.d), _integers(s.g), s.t
 
 
+def _grouped_weight_gradient(s: ModelSizes) -> Calls:
+    from lather.kernels.grouped_weight_gradient.triton import outer_product_sums
+
+    end_E, token_G = _on_meta(s.e, dtype=torch.int32), _integers(s.g)
+    gate_up = s.rows(2 * s.f), s.tokens(s.d), end_E, _floats(s.e, 2 * s.f, s.d)
+    down = s.rows(s.d), s.rows(s.f), end_E, _floats(s.e, s.d, s.f)
+    later = s.tokens(s.d), *down[1:]
+    for accumulate in (False, True):
+        yield outer_product_sums, *gate_up, accumulate, {"x_rows": token_G}
+        yield outer_product_sums, *down, accumulate
+        yield outer_product_sums, *later, accumulate, {"grad_rows": token_G}
+
+
 def _linear_cross_entropy(s: ModelSizes) -> Calls:
     from lather.kernels.linear_cross_entropy.triton import softmax_gradient, update_logsumexp_
 
@@ -275,6 +288,7 @@ CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _combine,
     _cross_entropy,
     _gather,
+    _grouped_weight_gradient,
     _linear_cross_entropy,
     _momentum,
     _narrow_weights,

@@ -27,6 +27,7 @@ from benchmarks.report import Row
 from lather.kernels import combine, gather, route, swiglu
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.kernels.backend import use_triton
+from lather.kernels.grouped_weight_gradient import outer_product_sums
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.kernels.momentum import nesterov_
 from lather.kernels.narrow_weights import change_
@@ -233,6 +234,20 @@ def _add_rows(s: KernelSizes, device: torch.device) -> KernelCase:
     )
 
 
+def _outer_product_sums(s: KernelSizes, device: torch.device) -> KernelCase:
+    """Make the case of the gradient of gate and up of a later micro-batch, with rows of tokens."""
+    draw = _Draw(s, device)
+    routed = route.plan_route(draw.experts(s), s.e, 8)
+    grad, x = draw.normal(len(routed.token_G), 2 * s.f), draw.normal(s.t, s.d)
+    total = draw.normal(s.e, 2 * s.f, s.d, dtype=torch.float32)
+
+    def run() -> Tensor:
+        return outer_product_sums(grad, x, routed.end_E, total, x_rows=routed.token_G)
+
+    flops = 2 * s.t * s.k * 2 * s.f * s.d
+    return KernelCase("outer_product_sums", run, flops, "flops", dtype=torch.float32)
+
+
 def _rows_sum(s: KernelSizes, device: torch.device) -> KernelCase:
     draw = _Draw(s, device)
     routed, rows_GD = route.plan_route(draw.experts(s), s.e), draw.normal(s.t * s.k, s.d)
@@ -390,6 +405,7 @@ CASES: dict[str, Callable[[KernelSizes, torch.device], KernelCase]] = {
         _rotary,
         _gather,
         _add_rows,
+        _outer_product_sums,
         _rows_sum,
         _combine_forward,
         _route,

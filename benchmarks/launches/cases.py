@@ -87,6 +87,8 @@ PLAIN_STEPS = ("first", "a step")
 """Names of the steps of rules without bases."""
 STEPS_AFTER_ADAM = {1: "before the bases", 2: "first bases", 3: "refresh"}
 """The steps of KL-SOAP that are counted, and their names."""
+BLOCK_PASSES = ("forward and backward", "the same of a later micro-batch")
+"""Passes of a block; the gradients of the later one are added to those of the one before."""
 TOKENS = 8192
 SEQUENCES = 2
 """Sequences of a block's tokens, if no context ranks divide one."""
@@ -233,9 +235,10 @@ def block_case(
         tokens_BS = torch.zeros(shape, dtype=torch.long, device=counter.device)
         batch = MicroBatch(tokens_BS, tokens_BS, layout)
         with _ranks(context_ranks, counter.device):
-            for _ in range(2):  # the second pass finds masks and rotary tables made
-                for p in block.parameters():
-                    p.grad = None
+            for name in ("", *BLOCK_PASSES):
+                if name != BLOCK_PASSES[-1]:
+                    for p in block.parameters():
+                        p.grad = None
                 x_BSD, tape = (
                     torch.empty(*shape, part.hidden_size, device=counter.device),
                     ChunkTape(batch),
@@ -244,7 +247,8 @@ def block_case(
                 with kept.caching():
                     y_BSD = _finish(segments.forward(stage, x_BSD, tape, []))
                     _finish(segments.backward(tape, torch.empty_like(y_BSD)))
-        yield "forward and backward"
+                if name:  # the first pass makes masks and rotary tables
+                    yield name
 
     name = f"an MoE block of {model}"
     described: dict[str, Any] = {"part": "block", "model": model}

@@ -8,6 +8,7 @@ says nothing of its flops.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -212,14 +213,32 @@ TRITON: dict[str, str] = {
     "narrow_weights": "optimizer kernels",
     "unit_norm": "optimizer kernels",
     "symmetric_product": "GEMM",
+    "grouped_weight_gradient": "grouped GEMM",
     "quantized": "optimizer kernels",
     "remainder": "optimizer kernels",
     "stochastic_rounding": "optimizer kernels",
     "triangle": "optimizer kernels",
 }
 """The kind of Triton kernels, by folder of `lather.kernels`, or by folder and function."""
+
+
+def _flops_of_grouped(tensors: Mapping[str, Tensor]) -> int:
+    """Return the flops of a product for each expert over its rows."""
+    gathered = tensors["grad_rows_ptr"]
+    rows = tensors["grad_ptr"] if gathered is tensors["end_ptr"] else gathered
+    return 2 * len(rows) * int(math.prod(tensors["out_ptr"].shape[1:]))
+
+
 TRITON_FLOPS: dict[str, Callable[[Mapping[str, Tensor]], int]] = {
     "symmetric_product._product": lambda tensors: num_flops(tensors["x_ptr"]),
+    **dict.fromkeys(
+        (
+            "grouped_weight_gradient._product",
+            "grouped_weight_gradient._write_products",
+            "grouped_weight_gradient._add_products",
+        ),
+        _flops_of_grouped,
+    ),
 }
 """Functions that return the flops of a launch from its tensors, by folder and function, for the
 Triton kernels that have products."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lather.kernels import combine, gather, route, swiglu
 from lather.kernels.backend import use_triton
+from lather.kernels.grouped_weight_gradient import outer_product_sums, reference
 from lather.kernels.rms_norm import rms_norm
 from lather.kernels.rotary import rotate_halves, rotate_pairs
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU, Gate
@@ -322,6 +323,31 @@ def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_the_operands_dtype(
     found = weight_product(grad[:, :32], x, torch.float32)
     assert found.dtype == torch.float32
     assert is_close(found, grad[:, :32].double().T @ x.double(), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("sizes", [(33, 50), (130, 257), (2816, 2048), (7, 1408)], ids=str)
+def test_sums_of_outer_products(sizes: tuple[int, int], gathers: bool, dtype: torch.dtype) -> None:
+    """Rows after the last end hold NaN; the second call adds to the first one's sums, and a third
+    one has the same bits as the first."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [3, 0, 700, 8, 0]
+    grad, x = (torch.randn(800, size, generator=generator).to(dtype) for size in sizes)
+    grad[sum(counts) :], x[sum(counts) :] = torch.nan, torch.nan
+    end_E = torch.tensor(counts).cumsum(0).int()
+    rows = torch.randint(-1, 700, (800,), generator=generator) if gathers else None
+    exact = torch.zeros(5, *sizes, dtype=torch.float64)
+    reference.outer_product_sums(grad, x, end_E, exact, False, None, rows)
+    on_cuda = to_cuda(grad, x, end_E)
+    rows = None if rows is None else rows.cuda()
+    first = outer_product_sums(*on_cuda, x_rows=rows)
+    again = outer_product_sums(*on_cuda, x_rows=rows)
+    assert first.equal(again)
+    assert is_close(first, exact, 1e-5)
+    assert not is_close(first, 1.01 * exact, 1e-5)
+    assert outer_product_sums(*on_cuda, first, x_rows=rows) is first
+    assert is_close(first, 2 * exact, 1e-5)
 
 
 @DTYPES

@@ -3,6 +3,7 @@ the expected ones; runs on a CPU the products that torch has on GPUs alone."""
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from types import ModuleType
 from typing import Any
@@ -53,6 +54,22 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert is_close(actual, expected, dtype)
     if expected.abs().sum() > 0:
         assert not is_close(1.01 * expected.double(), expected, dtype)
+
+
+def multiplying_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Triton's interpreter multiply bf16 matrices in fp32: it takes their bits for
+    integers."""
+    if triton is None:
+        return
+    builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+    multiply = builder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        bf16, fp32 = triton.language.bfloat16, triton.language.float32
+        wide = (self.cast_impl(x, fp32) if x.dtype.scalar == bf16 else x for x in (a, b))
+        return multiply(self, *wide, *others)
+
+    monkeypatch.setattr(builder, "create_dot", dot)
 
 
 def plain_cross_entropy(

@@ -125,3 +125,48 @@ def test_bf16_products_are_rounded_once() -> None:
         error(grouped_linear(case.x_GI, case.weight_EOI, case.end_E)[: case.used].float(), wide)
         < 2**-8
     )
+
+
+# --- weight gradients in fp32 ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", ["uneven", "nobody"])
+@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu_a_gradient_in_fp32_is_not_rounded_and_is_added_in_place(
+    operands: torch.dtype, counts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes that `F.grouped_mm` does not take are no exception. x is rounded to the dtype of g."""
+    monkeypatch.setattr(grouped, "use_triton", lambda *tensors: True)
+    case = Case(COUNTS[counts], operands, 15, 7)
+    wide = Case(COUNTS[counts], torch.float32, 15, 7)
+    exact = torch.stack([case.g_GO[r].double().T @ case.x_GI[r].double() for r in case.rows])
+    arguments = case.g_GO, wide.x_GI, case.end_E
+    first = grouped_weight_gradient(*arguments, dtype=torch.float32)
+    assert first.dtype == torch.float32
+    assert error(first, exact) < 1e-6
+    total = first.clone()
+    assert grouped_weight_gradient(*arguments, dtype=torch.float32, total=total) is total
+    assert error(total, 2 * exact) < 1e-6
+    for dtype in (None, operands):
+        rounded = grouped_weight_gradient(*arguments, dtype=dtype, total=total)
+        assert rounded is not total
+        assert rounded.dtype == operands
+    assert error(total, 2 * exact) < 1e-6
+
+
+def test_on_a_cpu_a_gradient_has_the_bits_of_gathered_rows_and_no_sum_is_touched() -> None:
+    case = Case(COUNTS["uneven"], torch.bfloat16, 16, 8)
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(-1, 14, (len(case.x_GI),), generator=generator)
+    rows[rows >= case.used] = 2
+    gathered = grouped.rows_of(case.x_GI, rows)
+    expected = grouped_weight_gradient(case.g_GO, gathered, case.end_E)
+    total = torch.full_like(expected, torch.nan, dtype=torch.float32)
+    found = grouped_weight_gradient(
+        case.g_GO, case.x_GI, case.end_E, x_rows=rows, dtype=torch.float32, total=total
+    )
+    assert found.equal(expected)
+    assert total.isnan().all()
+    gathered = grouped.rows_of(case.g_GO, rows)
+    expected = grouped_weight_gradient(gathered, case.x_GI, case.end_E)
+    assert grouped_weight_gradient(case.g_GO, case.x_GI, case.end_E, g_rows=rows).equal(expected)

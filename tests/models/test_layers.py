@@ -61,6 +61,27 @@ def test_a_weights_gradient_is_added_up_in_the_wider_dtype(
     assert error(1.01 * product.double(), expected) > tolerance
 
 
+@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu_a_weights_gradient_is_added_to_a_sum_by_its_kernel(
+    operands: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU leaves the sum alone."""
+    grad, x = random_normal(500, 7).to(operands), random_normal(500, 11, seed=1).to(operands)
+    total = before = random_normal(7, 11, seed=2).float()
+    exact = before.double() + grad.double().T @ x.double()
+    alone = weight_product(grad, x, torch.float32, total)
+    assert alone is not total
+    assert total.equal(random_normal(7, 11, seed=2).float())
+    monkeypatch.setattr(layers, "is_gpu", lambda x: True)
+    with WideProducts() as products:
+        assert weight_product(grad, x, torch.float32, total) is total
+        assert weight_product(grad, x, torch.float32).equal(alone)
+    assert error(total, exact) < 1e-6
+    kernel = "addmm_" if operands == torch.float32 else "addmm.dtype_out"
+    assert products.calls[kernel] == 1
+    assert not products.calls["add_.Tensor"]
+
+
 def test_under_autocast_gradients_of_fp32_weights_and_biases_are_not_rounded_to_bf16() -> None:
     linear, x = Linear(11, 7), random_normal(500, 11).float()
     cotangent = random_normal(500, 7, seed=1).bfloat16()

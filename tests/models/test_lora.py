@@ -124,8 +124,8 @@ def test_no_product_is_as_large_as_a_frozen_weight(
     shapes: list[tuple[int, ...]] = []
 
     def recorded(function: Any) -> Any:
-        def run(*arguments: Tensor) -> Tensor:
-            shapes.append(tuple((result := function(*arguments)).shape))
+        def run(*arguments: Tensor, **options: Any) -> Tensor:
+            shapes.append(tuple((result := function(*arguments, **options)).shape))
             return result
 
         return run

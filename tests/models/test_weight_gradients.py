@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.live_bytes import PeakBytes
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.models import grouped_products
 from lather.models.decoder import Block, Decoder
 from lather.models.experts import Experts
 from lather.models.layers import GatedMLP, Linear, project
@@ -24,6 +25,7 @@ from lather.models.moe import LOCAL_EXCHANGE
 from lather.models.routing import Router
 from lather.models.saving.rounded_weights import product_weights
 from lather.models.saving.weight_gradients import (
+    Accumulable,
     DeferredGradient,
     WeightGradients,
     defer_weight_gradients,
@@ -397,6 +399,83 @@ def test_further_gradients_are_added_in_the_weights_dtype_without_a_copy(
     assert p.grad.equal(expected)
     if torch.promote_types(weight, product) == weight:
         assert peak.bytes == 0
+
+
+def adding(first: Tensor) -> Accumulable:
+    """Make a function that adds to the sum, if it is given one, and then returns it."""
+
+    def compute(gradient: Tensor, total: Tensor | None = None) -> Tensor:
+        return gradient if total is None else total.add_(gradient)
+
+    return Accumulable(compute, first)
+
+
+@pytest.mark.parametrize("deferring", [True, False])
+def test_a_product_that_adds_to_the_sum_itself_is_not_added_again(deferring: bool) -> None:
+    """The sum is in the memory of the first gradient."""
+    p, queue = nn.Parameter(torch.zeros(3, 2)), WeightGradients()
+    queue.deferring = True
+    assert weight_gradient(queue, p, adding(torch.ones(3, 2))) is None
+    WeightGradients.run(queue.take())
+    total, queue.deferring = p.grad, deferring
+    for _ in range(2):
+        assert weight_gradient(queue, p, adding(torch.ones(3, 2))) is None
+    WeightGradients.run(queue.take())
+    assert p.grad is total
+    assert total.equal(torch.full((3, 2), 3.0))
+
+
+def test_only_a_contiguous_fp32_sum_is_given_to_a_product() -> None:
+    for total in (torch.ones(2, 3).T, torch.ones(3, 2, dtype=torch.bfloat16)):
+        p = nn.Parameter(torch.zeros(3, 2, dtype=total.dtype))
+        p.grad = total
+
+        def compute(total: Tensor | None = None) -> Tensor:
+            assert total is None
+            return torch.ones(3, 2)
+
+        DeferredGradient(p, Accumulable(compute)).run()
+        assert p.grad.equal(torch.full_like(total, 2.0))
+
+
+@pytest.mark.parametrize("memory", ["saved", "recompute"])
+def test_on_a_gpu_gradients_of_experts_add_up_in_fp32_in_place(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that are put off have the bits of those that are not, and differ from the gradients
+    of a CPU, whose products are rounded to bf16, by this rounding alone."""
+    monkeypatch.setattr(grouped_products, "use_triton", lambda *tensors: True)
+
+    def gradients(defer: bool | None) -> list[Tensor]:
+        experts, generator = Experts(E, D, F_, bias=True), torch.Generator().manual_seed(0)
+        experts.memory, queue = memory, None if defer is None else deferring(experts)
+        for p in experts.parameters():
+            nn.init.normal_(p, generator=generator)
+        for _ in range(3):
+            if queue is not None:
+                queue.deferring = bool(defer)
+            x, weights_TK = torch.randn(T, D, generator=generator), torch.rand(T, K)
+            chosen_TK = torch.rand(T, E, generator=generator).topk(K).indices
+            with autocast():
+                y = experts(x.requires_grad_(), chosen_TK, weights_TK.fill_(0.5))
+            before = [p.grad for p in experts.parameters()]
+            y.backward(torch.randn(T, D, generator=generator))
+            if queue is not None:
+                WeightGradients.run(queue.take())
+            if queue is not None and before[0] is not None:
+                assert all(p.grad is b for p, b in zip(experts.parameters(), before, strict=True))
+        return [p.grad for p in experts.parameters()]
+
+    put_off, at_once, by_autograd = map(gradients, (True, False, None))
+    for a, b, c in zip(put_off, at_once, by_autograd, strict=True):
+        assert a.dtype == torch.float32
+        assert a.equal(b)
+        assert (a - c).norm() < 1e-6 * a.norm()  # autograd adds after the product
+    monkeypatch.undo()
+    rounded = gradients(defer=False)
+    for number, (a, b) in enumerate(zip(put_off, rounded, strict=True)):
+        difference = float((a - b).norm() / a.norm())
+        assert (1e-4 if number < 2 else 0) <= difference < 4e-3
 
 
 def test_a_weight_that_is_no_leaf_gets_its_gradient_at_once() -> None:

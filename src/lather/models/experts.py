@@ -5,7 +5,8 @@ weighted sum per token.
 
     saved for backward        x (R, D), which the caller saves as well; gate/up (G, 2F); indices and
                               the router's weights
-    recomputed in backward    the experts' input rows (gathered), the gated product (from gate/up)
+    recomputed in backward    the experts' input rows (gathered; on a GPU by the product that reads
+                              them), the gated product (from gate/up)
     not needed                the experts' outputs: the gradient of the router's weight of row g is
                               <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is
                               computed anyway
@@ -29,16 +30,26 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lather.boxes import gradient_dtype
 from lather.device import Read, no_autocast, positions
 from lather.kernels.combine import combine_forward
-from lather.kernels.gather import padded_index_gather
 from lather.kernels.route import Route, plan_route
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
-from lather.models.grouped_products import grouped_sum, grouped_weight_gradient, run_alignment
+from lather.models.grouped_products import (
+    grouped_sum,
+    grouped_weight_gradient,
+    rows_of,
+    run_alignment,
+)
 from lather.models.layers import GatedCall, compute_dtype, reset_parameters, without_autocast
 from lather.models.lora import AdaptedStack, Adapter, merged
 from lather.models.saving.rounded_weights import Rounding
-from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
+from lather.models.saving.weight_gradients import (
+    Accumulable,
+    Deferrable,
+    WeightGradients,
+    weight_gradient,
+)
 from lather.shapes import Float, Int
 
 
@@ -191,7 +202,7 @@ class _RoutedExperts(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         gate_up, down = call.stacks(route.end_E, parameters)
-        gate_up_GH = gate_up.linear(_rows_of(x_RD.to(call.dtype), route.token_G))
+        gate_up_GH = gate_up.linear(rows_of(x_RD.to(call.dtype), route.token_G))
         y_GD = down.linear(gate_forward(gate_up_GH, call.gate))
         y_RD = combine_forward(y_GD, route.row_TK, weights_RK)
         saved_GH = gate_up_GH if call.keep_gate_up else None
@@ -220,20 +231,21 @@ class _RoutedExperts(torch.autograd.Function):
         gate_up, down = call.stacks(end_E, parameters)
         x_RD, grad_RD = x_RD.detach(), grad_RD.to(call.dtype)
         if gate_up_GH is None:
-            gate_up_GH = gate_up.linear(_rows_of(x_RD.to(call.dtype), token_G))
+            gate_up_GH = gate_up.linear(rows_of(x_RD.to(call.dtype), token_G))
         needs_x, _, _, _, *needs = ctx.needs_input_grad
         gradient = partial(_gradient, call.queue, ctx.parameters, needs)
         of_gate_up: list[Tensor | None] = [None] * 4
         of_down: list[Tensor | None] = [None] * 4
 
-        grad_GD = _rows_of(grad_RD, token_G)
+        grad_GD = rows_of(grad_RD, token_G)
         weight_G = _weight_of_row(weights_RK, row_RK, len(token_G))
         grad_h_GF = down.transposed(grad_GD)
         grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, call.gate, weight_G)
         assert dot_G is not None
         del grad_h_GF, gate_up_GH
-        at_once = partial(grouped_weight_gradient, grad_GD, h_GF, end_E)
-        of_down[0] = gradient(4, partial(_down_gradient, grad_RD, h_GF, token_G, end_E), at_once)
+        product = partial(_product, ctx.parameters[4], end_E)
+        at_once = product(grad_GD, h_GF)
+        of_down[0] = gradient(4, product(grad_RD, h_GF, g_rows=token_G), at_once)
         if any(needs[6:]):
             of_down[2:] = down.factor_gradients(grad_GD, h_GF)
         del h_GF, at_once
@@ -243,10 +255,10 @@ class _RoutedExperts(torch.autograd.Function):
         grad_weights_RK = _rows_to_slots(dot_G, row_RK).to(weights_RK.dtype)
         del grad_GD
 
-        operands = (grad_gate_up_GH, x_RD, token_G, end_E)
-        of_gate_up[0] = gradient(0, partial(_gate_up_gradient, *operands))
+        product = partial(_product, ctx.parameters[0], end_E)
+        of_gate_up[0] = gradient(0, product(grad_gate_up_GH, x_RD, x_rows=token_G))
         if any(needs[2:4]):
-            x_GD = _rows_of(x_RD.to(call.dtype), token_G)
+            x_GD = rows_of(x_RD.to(call.dtype), token_G)
             of_gate_up[2:] = gate_up.factor_gradients(grad_gate_up_GH, x_GD)
             del x_GD
         of_gate_up[1] = gradient(1, partial(grouped_sum, grad_gate_up_GH, end_E))
@@ -268,28 +280,19 @@ def _gradient(
     return weight_gradient(queue, parameters[number], later, now) if needs[number] else None
 
 
-def _rows_of(x_RD: Tensor, token_G: Tensor) -> Tensor:
-    """Return the row of the token of each of the G rows; zeros for padding."""
-    return padded_index_gather(x_RD, token_G, 1, checked=False)
-
-
-def _down_gradient(grad_RD: Tensor, h_GF: Tensor, token_G: Tensor, end_E: Tensor) -> Tensor:
-    return grouped_weight_gradient(_rows_of(grad_RD, token_G), h_GF, end_E)
+def _product(
+    weight_EOI: Tensor, end_E: Tensor, g: Tensor, x: Tensor, **rows: Tensor
+) -> Accumulable:
+    """Return the function that computes the gradient of a stack of weights from these operands."""
+    dtype = gradient_dtype(weight_EOI)
+    return Accumulable(grouped_weight_gradient, g, x, end_E, dtype=dtype, **rows)
 
 
 def _down_bias_gradient(
     grad_RD: Tensor, weight_G: Tensor, token_G: Tensor, end_E: Tensor
 ) -> Tensor:
     return grouped_sum(
-        _rows_of(grad_RD, token_G).mul_(weight_G.to(grad_RD.dtype).unsqueeze(-1)), end_E
-    )
-
-
-def _gate_up_gradient(
-    grad_gate_up_GH: Tensor, x_RD: Tensor, token_G: Tensor, end_E: Tensor
-) -> Tensor:
-    return grouped_weight_gradient(
-        grad_gate_up_GH, _rows_of(x_RD.to(grad_gate_up_GH.dtype), token_G), end_E
+        rows_of(grad_RD, token_G).mul_(weight_G.to(grad_RD.dtype).unsqueeze(-1)), end_E
     )
 
 

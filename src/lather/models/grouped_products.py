@@ -3,7 +3,8 @@
 `F.grouped_mm` is used where it is correct and fast: in bf16 on CUDA (compute capabilities 9 and 10;
 for others it loops over experts and waits for the device), and in fp32, fp16 and bf16 on CPU, for
 matrices whose rows are a multiple of 16 bytes. Otherwise a loop over experts is used, which reads
-`end_E` on the host.
+`end_E` on the host. Weight gradients in fp32 of rows in 16 bits have a kernel of their own on a GPU
+(`lather.kernels.grouped_weight_gradient`): that of `F.grouped_mm` rounds them.
 
 Letters: G rows grouped by expert, E experts, I input and O output size. `end_E` (int32) has the end
 of each expert's rows, including their padding. Rows from the last end on have no expert: they are
@@ -19,6 +20,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lather.device import Read, gpu_module, is_gpu, read
+from lather.kernels.backend import use_triton
+from lather.kernels.gather import padded_index_gather
+from lather.kernels.grouped_weight_gradient import outer_product_sums
 from lather.shapes import Float, Int
 
 GROUPED_MM_MAJORS = (9, 10)
@@ -54,16 +58,44 @@ def grouped_linear_transposed(
 
 
 def grouped_weight_gradient(
-    g_GO: Float[Tensor, "g o"], x_GI: Float[Tensor, "g i"], end_E: Int[Tensor, " e"]
+    g_GO: Float[Tensor, "g_or_r o"],
+    x_GI: Float[Tensor, "g_or_s i"],
+    end_E: Int[Tensor, " e"],
+    *,
+    g_rows: Int[Tensor, " g"] | None = None,
+    x_rows: Int[Tensor, " g"] | None = None,
+    dtype: torch.dtype | None = None,
+    total: Float[Tensor, "e o i"] | None = None,
 ) -> Float[Tensor, "e o i"]:
-    """Compute g_e^T x_e over the rows of each expert e: the gradient of the weights in
-    `grouped_linear`; 0 for experts without rows."""
+    """Compute g_e^T x_e over the rows of each expert e, in the dtype of g: the gradient of the
+    weights in `grouped_linear`; 0 for experts without rows.
+
+    On a GPU the gradient of a weight that accumulates in fp32 is not rounded to 16 bits: it is in
+    fp32, and is added to `total`, which is then returned, by the kernel that computes it. On a CPU
+    it is in the dtype of g, and `total` is not used.
+
+    Args:
+        g_rows: the row of g of each of the G rows, -1 for a row of zeros; None: g has the G rows.
+        x_rows: the same of x.
+        dtype: in which the gradient of the weights accumulates; None: that of g.
+        total: the sum of earlier gradients, contiguous.
+    """
+    x_GI = x_GI.to(g_GO.dtype)
+    if dtype == torch.float32 and g_GO.dtype.itemsize == 2 and use_triton(g_GO):
+        return outer_product_sums(g_GO, x_GI, end_E, total, grad_rows=g_rows, x_rows=x_rows)
+    g_GO = g_GO if g_rows is None else rows_of(g_GO, g_rows)
+    x_GI = x_GI if x_rows is None else rows_of(x_GI, x_rows)
     if _sound(g_GO) and _sound(x_GI):
         return _zeros_for_idle(F.grouped_mm(g_GO.T, x_GI, offs=end_E), end_E)
     out_EOI = g_GO.new_zeros(len(end_E), g_GO.shape[1], x_GI.shape[1])
     for expert, rows in _runs(end_E):
         torch.mm(g_GO[rows].T, x_GI[rows], out=out_EOI[expert])
     return out_EOI
+
+
+def rows_of(x_RI: Float[Tensor, "r i"], row_G: Int[Tensor, " g"]) -> Float[Tensor, "g i"]:
+    """Return the rows with these numbers, without a check; zeros for -1."""
+    return padded_index_gather(x_RI, row_G, 1, checked=False)
 
 
 def _zeros_for_idle(out_EOI: Tensor, end_E: Tensor) -> Tensor:

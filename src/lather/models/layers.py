@@ -35,7 +35,12 @@ from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
 from lather.models.lora import Adapter, merged
 from lather.models.saving.recomputed import NO_RECOMPUTATION, Recomputation
 from lather.models.saving.rounded_weights import NO_CACHE, RoundedWeights, Rounding
-from lather.models.saving.weight_gradients import Deferrable, WeightGradients, weight_gradient
+from lather.models.saving.weight_gradients import (
+    Accumulable,
+    Deferrable,
+    WeightGradients,
+    weight_gradient,
+)
 from lather.shapes import Float
 
 MEMORY_MODES = ("saved", "recompute", "reference")
@@ -231,7 +236,7 @@ class _Linears(torch.autograd.Function):
             if needs_x:
                 narrow_OI = product.cache.round(weight_OI, ctx.dtype)
                 grad_x_TI = add_product(grad_x_TI, grad_TO, narrow_OI, x.dtype)
-            of_weight = partial(weight_product, grad_TO, x_TI, gradient_dtype(product.weight))
+            of_weight = Accumulable(weight_product, grad_TO, x_TI, gradient_dtype(product.weight))
             of_bias = partial(
                 torch.sum,
                 grad_TO,
@@ -250,16 +255,20 @@ class _Linears(torch.autograd.Function):
 
 
 def weight_product(
-    grad_TO: Float[Tensor, "t o"], x_TI: Float[Tensor, "t i"], dtype: torch.dtype
+    grad_TO: Float[Tensor, "t o"],
+    x_TI: Float[Tensor, "t i"],
+    dtype: torch.dtype,
+    total: Float[Tensor, "o i"] | None = None,
 ) -> Float[Tensor, "o i"]:
     """Compute the gradient (O, I) of a weight that accumulates in this dtype, from operands in the
     dtype of `grad_TO`. The result is in the wider of the two dtypes, so that sums over
-    micro-batches do not add rounded values."""
+    micro-batches do not add rounded values. With `total`, an fp32 sum of earlier gradients, the
+    kernel of an fp32 product on a GPU adds to it, and it is returned."""
     x_TI, wide = x_TI.to(grad_TO.dtype), torch.promote_types(grad_TO.dtype, dtype)
+    if is_gpu(grad_TO) and wide == torch.float32:
+        return wide_product(grad_TO.T, x_TI, total)
     if wide == grad_TO.dtype:
         return grad_TO.T @ x_TI
-    if is_gpu(grad_TO) and wide == torch.float32:
-        return wide_product(grad_TO.T, x_TI)
     return grad_TO.T.to(wide) @ x_TI.to(wide)
 
 
@@ -333,7 +342,7 @@ class _GatedMLPFunction(torch.autograd.Function):
         needs_x, *needs = ctx.needs_input_grad[:4]
         grads = [
             weight_gradient(
-                call.queue, weight, partial(weight_product, *pair, gradient_dtype(weight))
+                call.queue, weight, Accumulable(weight_product, *pair, gradient_dtype(weight))
             )
             if needed
             else None

@@ -13,7 +13,7 @@ the tensor that autograd saved (with activation checkpointing that is unpacked a
 and a gradient written there is lost), and the operands of the product. An entry computes the same
 product as backward would, and adds it to `.grad` as autograd does; so gradients have the same bits
 if the entries of a weight run in the order in which backward made them, and if no graph uses the
-weight twice.
+weight twice. On a GPU the product's kernel adds to an fp32 `.grad` itself (`Accumulable`).
 
 Besides the parameter, entries hold these tensors until they have run (T rows, letters as in each
 layer's file):
@@ -41,13 +41,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from lather.boxes import gradient_dtype
+from lather.boxes import gradient_dtype, is_dtensor
 from lather.device import no_autocast
 from lather.shapes import Float
+
+
+class Accumulable(partial[Tensor]):
+    """A function that computes a weight gradient, and has an argument `total`: the sum of earlier
+    gradients of the weight, in fp32 and contiguous. Where the product's kernel adds to it (on a
+    GPU), the function returns `total` itself, otherwise the gradient alone."""
 
 
 @dataclass
@@ -62,17 +70,29 @@ class DeferredGradient:
     def run(self) -> None:
         if self.compute is None:
             raise RuntimeError("this weight gradient was run before: run each entry once")
+        total, dtype = self.weight.grad, gradient_dtype(self.weight)
         with no_autocast(self.weight):
-            gradient = self.compute()
+            if isinstance(self.compute, Accumulable) and _is_total(total):
+                gradient = self.compute(total=total)
+            else:
+                gradient = self.compute()
         self.compute = None
-        dtype = gradient_dtype(self.weight)
-        if self.weight.grad is None:
+        if gradient is total:
+            return  # the product's kernel has added it
+        if total is None:
             self.weight.grad = gradient.to(dtype)
         elif torch.promote_types(dtype, gradient.dtype) == dtype:
             # the sum is that of a copy in `dtype`, without its 8 bytes per element
-            self.weight.grad += gradient
+            total.add_(gradient)
         else:
-            self.weight.grad += gradient.to(dtype)
+            total.add_(gradient.to(dtype))
+
+
+def _is_total(grad: Tensor | None) -> TypeGuard[Tensor]:
+    """Tell whether there is a gradient to which a product's kernel can add."""
+    if grad is None or grad.dtype != torch.float32 or is_dtensor(grad):
+        return False
+    return grad.is_contiguous()
 
 
 class WeightGradients:
