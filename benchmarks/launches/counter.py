@@ -181,7 +181,7 @@ class Counter(StandInMode):
             f"{TRITON}{function.__name__}",
             *operations.kernel_traffic(function, tensors),
             flops=kinds.flops_of_triton(function, tensors),
-            kind=kinds.kind_of_triton(function),
+            kind=kinds.kind_of_triton(function, tensors),
         )
 
     # --- what the device is asked for -------------------------------------------------------------

@@ -280,12 +280,14 @@ def triton_name(function: Callable[..., Any]) -> str:
     return f"{function.__module__.split('.')[-2]}.{function.__name__}"
 
 
-def kind_of_triton(function: Callable[..., Any]) -> str:
-    """Return the kind of a Triton kernel; unknown, if it has products whose flops nobody counts."""
+def kind_of_triton(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> str:
+    """Return the kind of a Triton kernel with these tensors; unknown, if it has products whose
+    flops nobody counts."""
     name = triton_name(function)
     if "tl.dot" in source_of(function) and name not in TRITON_FLOPS:
         return UNKNOWN
-    return TRITON.get(name) or TRITON.get(name.partition(".")[0], UNKNOWN)
+    kind = TRITON.get(name) or TRITON.get(name.partition(".")[0], UNKNOWN)
+    return _kind_of_product(tensors["x_ptr"].dtype) if kind == "GEMM" else kind
 
 
 def flops_of_triton(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> int:

@@ -134,14 +134,14 @@ def test_a_triton_kernel_with_products_that_nobody_counts_is_unknown(
 ) -> None:
     function: Any = SimpleNamespace(__module__="lather.kernels.gather.triton", __name__="_kernel")
     monkeypatch.setattr(kinds, "source_of", lambda given: "x = tl.dot(a, b)")
-    assert kinds.kind_of_triton(function) == UNKNOWN
+    assert kinds.kind_of_triton(function, {}) == UNKNOWN
     monkeypatch.setitem(kinds.TRITON_FLOPS, "gather._kernel", lambda tensors: 7)
     monkeypatch.setitem(kinds.TRITON, "gather._kernel", "grouped GEMM")
-    assert kinds.kind_of_triton(function) == "grouped GEMM"
+    assert kinds.kind_of_triton(function, {}) == "grouped GEMM"
     assert kinds.flops_of_triton(function, {}) == 7
     monkeypatch.setattr(kinds, "source_of", lambda given: "x = a + b")
     function.__name__ = "_other"
-    assert kinds.kind_of_triton(function) == "rows moved"
+    assert kinds.kind_of_triton(function, {}) == "rows moved"
     assert kinds.flops_of_triton(function, {}) == 0
 
 

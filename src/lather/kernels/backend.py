@@ -58,9 +58,9 @@ def blocks(x_RD: Tensor, elements: int) -> Iterator[slice]:
 
 
 def wide_product(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
-    """Return the fp32 product of two bf16, fp16 or fp32 matrices on a GPU: the sums of the tensor
-    cores, which are not rounded to the operands' dtype. With `total` (fp32) the kernel adds the
-    product to it in place."""
+    """Return the fp32 product of two bf16, fp16 or fp32 matrices on a GPU, whose sums are not
+    rounded to the operands' dtype. With `total` (fp32) the kernel adds the product to it in
+    place."""
     if a.dtype == torch.float32:
         return a @ b if total is None else total.addmm_(a, b)
     if total is None:

@@ -9,6 +9,7 @@ operations move 24.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lather.kernels.backend import fastest
 from lather.kernels.momentum import reference
@@ -21,4 +22,6 @@ def nesterov_(b: Float[Tensor, "*dims"], g: Float[Tensor, "*dims"], mu: float) -
     has_kernel = (
         b.dtype == g.dtype and b.element_size() <= 4 and b.is_contiguous() and g.is_contiguous()
     )
-    return fastest(reference.nesterov_, b, g, in_reference=not has_kernel)(b, g, mu)
+    n: Tensor = fastest(reference.nesterov_, b, g, in_reference=not has_kernel)(b, g, mu)
+    increment_version(b)  # a kernel of Triton does not tell torch
+    return n

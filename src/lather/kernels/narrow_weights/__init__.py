@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lather.kernels.backend import fastest
 from lather.kernels.narrow_weights import reference
@@ -40,3 +41,4 @@ def change_(
     has_kernel = all(x.is_contiguous() for x in tensors) and u.dtype == torch.float32
     operation = fastest(reference.change_, *tensors, in_reference=not has_kernel)
     operation(w, u, r, decay=decay, lr=lr, step=step)
+    increment_version([x for x in (w, r) if x is not None])  # a Triton kernel does not tell torch

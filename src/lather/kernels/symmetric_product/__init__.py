@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lather.kernels.backend import fastest
 from lather.kernels.symmetric_product import reference
@@ -58,7 +59,10 @@ def add_symmetric_product(
     plain = total.is_contiguous() and (out is None or out.is_contiguous())
     in_reference = not (plain and has_kernel_for(x))
     operation = fastest(reference.add_symmetric_product, total, x, in_reference=in_reference)
-    return operation(total, x, beta=beta, alpha=alpha, out=out)
+    result: Tensor = operation(total, x, beta=beta, alpha=alpha, out=out)
+    if out is not None:
+        increment_version(out)  # a kernel of Triton does not tell torch
+    return result
 
 
 def has_kernel_for(x: Float[Tensor, "b m n"]) -> bool:

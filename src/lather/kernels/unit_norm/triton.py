@@ -78,7 +78,8 @@ def _divide(
     sizes = tl.load(largest + of_matrix, mask=is_part, other=0.0)
     parts = tl.load(squares + of_matrix, mask=is_part, other=0.0)
     size = tl.max(sizes)
-    norm = tl.maximum(tl.sqrt_rn(tl.sum(parts * _square(sizes / size))), TINY)
+    norm = tl.sqrt_rn(tl.sum(parts * _square(sizes / size)))
+    norm = tl.maximum(norm, TINY, propagate_nan=tl.PropagateNan.ALL)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, at = at < numel, matrix.to(tl.int64) * numel + at
     y = tl.load(x + at, mask=inside, other=0.0) / size / norm

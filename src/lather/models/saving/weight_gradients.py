@@ -13,7 +13,8 @@ the tensor that autograd saved (with activation checkpointing that is unpacked a
 and a gradient written there is lost), and the operands of the product. An entry computes the same
 product as backward would, and adds it to `.grad` as autograd does; so gradients have the same bits
 if the entries of a weight run in the order in which backward made them, and if no graph uses the
-weight twice. On a GPU the product's kernel adds to an fp32 `.grad` itself (`Accumulable`).
+weight twice. On a GPU the product's kernel adds to an fp32 `.grad` itself (`Accumulable`), whose
+last bits then depend on the kernel that the library chooses.
 
 Besides the parameter, entries hold these tensors until they have run (T rows, letters as in each
 layer's file):
