@@ -10,8 +10,8 @@ from lather.kernels.momentum import nesterov_
 from lather.kernels.narrow_weights import change_
 from lather.kernels.remainder import join
 from lather.kernels.unit_norm import reference, unit_norm
+from lather.optim.batched.plan import change_weights
 from lather.optim.batched.roster import Change
-from lather.optim.batched.weight_change import change_weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.optim.batched import weight_change
+from lather.optim.batched import plan
+from lather.optim.batched.plan import change_weights
 from lather.optim.batched.roster import Change
-from lather.optim.batched.weight_change import change_weights
 from lather.optim.linalg import newton_schulz
 from lather.optim.linalg.newton_schulz import orthogonalize
 
@@ -38,11 +38,11 @@ def test_fp32_weights(change: Change, transposed: bool, monkeypatch: pytest.Monk
     expected = [w.clone() for w in weights]
     change_weights(expected, updates, change)
     calls: list[Any] = []
-    fused = weight_change.fused_sgd_
+    fused = plan.fused_sgd_
     monkeypatch.setattr(
-        weight_change, "fused_sgd_", lambda *args, **kw: calls.append(args) or fused(*args, **kw)
+        plan, "fused_sgd_", lambda *args, **kw: calls.append(args) or fused(*args, **kw)
     )
-    as_on_a_gpu(monkeypatch, weight_change)
+    as_on_a_gpu(monkeypatch, plan)
     change_weights(weights, updates, change)
     assert len(calls) == (change.lr > 0 and not transposed)
     for w, wanted in zip(weights, expected, strict=True):
@@ -57,7 +57,7 @@ def test_bf16_weights(rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
         weights = [w.bfloat16() for w in drawn(0)]
         remainders = [torch.full_like(w, 99, dtype=torch.int16) for w in weights]
         if is_gpu:
-            as_on_a_gpu(monkeypatch, weight_change)
+            as_on_a_gpu(monkeypatch, plan)
         rest = remainders if rounding == "remainder" else ()
         change_weights(weights, drawn(1), change, 7, rest)
         results.append([*weights, *remainders])

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from lather.device import is_gpu
+from lather.kernels.backend import wide_dtype
 from lather.kernels.combine import combine_forward
 from lather.models.context import Context
 from lather.models.pending import Pending
@@ -98,9 +100,15 @@ def _split(x: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, ...]:
 
 def sum_of_ranks(parts_Cx: Tensor) -> Tensor:
     """Return the sum over the first dim, in fp32 or wider, from the first to the last."""
-    rows_NX = parts_Cx.flatten(0, -2)
-    row_CM = torch.arange(len(rows_NX), device=rows_NX.device).view(len(parts_Cx), -1)
-    return combine_forward(rows_NX, row_CM.T).view(parts_Cx.shape[1:])
+    if is_gpu(parts_Cx):
+        rows_NX = parts_Cx.flatten(0, -2)
+        row_CM = torch.arange(len(rows_NX), device=rows_NX.device).view(len(parts_Cx), -1)
+        return combine_forward(rows_NX, row_CM.T).view(parts_Cx.shape[1:])
+    first_x, *others = parts_Cx.unbind()
+    total_x = first_x.to(wide_dtype(first_x))
+    for part_x in others:
+        total_x = total_x + part_x
+    return total_x.to(parts_Cx.dtype)
 
 
 def in_order(parts_CBSX: Float[Tensor, "c b s x"]) -> Float[Tensor, "b t x"]:

@@ -24,20 +24,18 @@ BLOCK = 2**17
 
 def combine_forward(rows_GD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     wide = wide_dtype(rows_GD)
-    if rows_GD.dtype == wide:
+    if weights_TK is None or rows_GD.dtype == wide:
         return _bags(rows_GD, row_TK, weights_TK)
     out_TD = rows_GD.new_zeros(len(row_TK), rows_GD.shape[1])
     if len(rows_GD) == 0:
         return out_TD
     for block in blocks(out_TD, BLOCK):
         total = out_TD[block].to(wide)
-        for slot, row_B in enumerate(row_TK[block].unbind(1)):
+        slots = zip(row_TK[block].unbind(1), weights_TK[block].unbind(1), strict=True)
+        for row_B, weight_B in slots:
             picked = rows_GD.index_select(0, row_B.clamp(min=0)).to(wide)
             picked.masked_fill_((row_B < 0).unsqueeze(1), 0)  # row 0 may hold NaN
-            if weights_TK is None:
-                total += picked
-            else:
-                total.addcmul_(picked, weights_TK[block, slot].to(wide).unsqueeze(1))
+            total.addcmul_(picked, weight_B.to(wide).unsqueeze(1))
         out_TD[block] = total
     return out_TD
 

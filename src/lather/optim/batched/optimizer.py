@@ -45,6 +45,7 @@ from lather.optim.batched.plan import (
     Chunks,
     Phase,
     StepPlan,
+    change_weights,
     chunks_of,
     close_buckets,
     is_unchanged,
@@ -61,7 +62,6 @@ from lather.optim.batched.stateful import StatefulOptimizer
 from lather.optim.batched.step_counts import step_counts
 from lather.optim.batched.streams import SideStreams, no_autocast, on_streams
 from lather.optim.batched.visits import Visits, wait_for_host
-from lather.optim.batched.weight_change import change_weights
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.exchange import OwnerExchange
 from lather.optim.sharded.replicated import ReplicatedStep

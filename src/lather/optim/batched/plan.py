@@ -28,22 +28,28 @@ import torch
 from torch import Tensor
 
 from lather.boxes import local
-from lather.device import index_on
+from lather.device import index_on, is_gpu
+from lather.kernels.narrow_weights import change_
 from lather.kernels.remainder import join
 from lather.optim.batched.buckets import Bucket, Member, States
 from lather.optim.batched.formats import Rows
 from lather.optim.batched.matrix_layout import NORM
 from lather.optim.batched.precision import ALLOWED, changed_precision
-from lather.optim.batched.remainders import remainder_of
-from lather.optim.batched.roster import ParamInfo, Roster
+from lather.optim.batched.remainders import remainder_of, round_weights, wide_weights
+from lather.optim.batched.roster import Change, ParamInfo, Roster
 from lather.optim.batched.runs import MemberRun
 from lather.optim.batched.step_counts import are_side_by_side, step_counts
-from lather.optim.batched.weight_change import change_weights
 from lather.optim.controls import stepped
 from lather.optim.linalg.scale import norms
 from lather.optim.rule import RefreshingRule
 from lather.optim.sharded.exchange import OwnerExchange
-from lather.torch_private import foreach_add_, foreach_copy_, get_fp32_precision
+from lather.torch_private import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul_,
+    fused_sgd_,
+    get_fp32_precision,
+)
 
 STATISTICS = ("factor", "statistic")
 """Kinds of entries that the phase `statistics` changes."""
@@ -221,6 +227,69 @@ Phase = Callable[[Chunk], None]
 
 def chunks_of(runs: Iterable[MemberRun]) -> Chunks:
     return {run: [Chunk(run, *bounds) for bounds in run.chunk_bounds()] for run in runs}
+
+
+def change_weights(
+    weights: list[Tensor],
+    updates: list[Tensor],
+    change: Change,
+    step: int = 0,
+    remainders: Sequence[Any] = (),
+) -> None:
+    """Change weights by their updates, W <- (1 - decay) W - lr U, in place and rounded once to
+    their dtype. All weights have one dtype, and all updates. `step`: t, for stochastic rounding;
+    `remainders`: those of bf16 weights, if they have any, which change with them.
+
+    Every update of every rank passes through here, but for those of a kernel that updates state and
+    weights together (`Rule.step_whole`)."""
+    if not weights:
+        return
+    if change.replaces:
+        round_weights(updates, weights, change.rounding, step, remainders)
+        return
+    if _change_fused(weights, updates, change, step, remainders):
+        return
+    dtype = torch.promote_types(weights[0].dtype, updates[0].dtype)
+    is_wide = dtype == weights[0].dtype
+    wide = weights if is_wide else wide_weights(weights, dtype, remainders)
+    if change.decay:
+        foreach_mul_(wide, 1 - change.decay)
+    foreach_add_(wide, updates, alpha=-change.lr)
+    if not is_wide:
+        round_weights(wide, weights, change.rounding, step, remainders)
+
+
+def _change_fused(
+    weights: list[Tensor],
+    updates: list[Tensor],
+    change: Change,
+    step: int,
+    remainders: Sequence[Any],
+) -> bool:
+    """Change weights on a GPU by kernels that read and write them once, if there are any for them;
+    return whether it did."""
+    if not is_gpu(weights[0]):
+        return False
+    dtypes = weights[0].dtype, updates[0].dtype
+    if dtypes == (torch.bfloat16, torch.float32) and change.rounding != "nearest":
+        rest = remainders if change.rounding == "remainder" else [None] * len(weights)
+        for w, u, r in zip(weights, updates, rest, strict=True):
+            change_(w, u, r, decay=change.decay, lr=change.lr, step=step)
+        return True
+    are_plain = all(map(Tensor.is_contiguous, weights + updates))
+    if dtypes[0] != dtypes[1] or not change.lr or not are_plain:
+        return False
+    fused_sgd_(
+        *(weights, updates, []),
+        lr=change.lr,
+        weight_decay=change.decay / change.lr,
+        momentum=0.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
+    return True
 
 
 @contextmanager

@@ -109,8 +109,10 @@ def update_kronecker_factors_kl(
 
 def gram(x: Tensor) -> Tensor:
     """Return x x^T for x (B, n, rest)."""
-    if is_formed_whole(x):
+    if is_gpu(x):
         return symmetric_product(x)
+    if is_formed_whole(x):
+        return x @ x.mT
     return average_(x.new_zeros(len(x), x.shape[1], x.shape[1]), x, 0.0, 1.0)
 
 
@@ -132,8 +134,10 @@ def average_(
     n = k.shape[-1]
     if active is not None:
         k[active] = average_(k[active], x, beta, weight)
-    elif is_formed_whole(x):
+    elif is_gpu(x):
         add_symmetric_product(k, x, beta=beta, alpha=weight, out=k)
+    elif is_formed_whole(x):
+        k.baddbmm_(x, x.mT, beta=beta, alpha=weight)
     else:
         height = -(-n // SYMMETRIC_BLOCKS)
         for start in range(0, n, height):
