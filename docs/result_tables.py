@@ -21,6 +21,7 @@ whose title says which number it is; `QUOTABLE` has the forms:
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import sys
@@ -110,7 +111,8 @@ def time_model_table(name: str) -> str:
     rows = _rows(RESULTS / "launches.jsonl")
     if name == "predictions":
         return markdown.predictions_table(rows)
-    return markdown.measured_table(rows, _rows(RESULTS / "gpu/rows.jsonl"))
+    measured = (_rows(path) for path in sorted(RESULTS.glob("gpu/*/rows.jsonl")))
+    return markdown.measured_table(rows, [*itertools.chain(*measured)])
 
 
 # --- quoted numbers -------------------------------------------------------------------------------

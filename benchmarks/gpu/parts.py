@@ -82,7 +82,7 @@ def all_parts(device: str, folder: Path, *, small: bool) -> list[MeasuredPart]:
     peers = "optimizer steps against heavyball and pytorch_optimizer"
     absent = [peer for peer in PEERS if importlib.util.find_spec(peer) is None]
     note = f"without {' and '.join(absent)}, not installed here" if absent else ""
-    tests = ("-m", "benchmarks.gpu.tests")
+    tests = ("-m", "benchmarks.gpu.tests", "--seconds", "165")
     return [
         work("kernels", kernels, 60),
         MeasuredPart("tests", "tests/gpu, all files at the same time", tests, 180, TESTS),

@@ -30,33 +30,33 @@ def predictions() -> tuple[Row, ...]:
     return tuple(json.loads(line) for line in PREDICTIONS.read_text().splitlines())
 
 
-def step_ms(row: Row) -> float:
-    """Return the milliseconds of all work of a predicted row."""
-    return float(row["predicted_ms"])
+def step_ms(row: Row, gpu: str) -> float:
+    """Return the milliseconds of all work of a predicted row on a device."""
+    return float(row["of_devices_ms"][gpu])
 
 
-def optimizer_ms(row: Row) -> float:
+def optimizer_ms(row: Row, gpu: str) -> float:
     """Return the milliseconds of the optimizer's phases in a predicted row."""
     return sum(
-        sum(counts["predicted_ms"].values())
+        counts["of_devices_ms"].get(gpu, 0.0)
         for phase, counts in row["phases"].items()
         if phase.startswith(OPTIMIZER)
     )
 
 
 def predicted(
-    measured: Row, rows: Sequence[Row], value: Callable[[Row], float] = step_ms
+    measured: Row, rows: Sequence[Row], value: Callable[[Row, str], float] = step_ms
 ) -> float | None:
     """Return a value of the predicted rows that belong to a measured row: its mean over the steps
     from one refresh to the next, if there are refreshes; None if nothing was predicted."""
     values = {row["config"]["row"]: row for row in rows if _belongs(row, measured)}
     if not values:
         return None
-    last = list(values.values())[-1]
+    last, gpu = list(values.values())[-1], measured["hardware"]["gpu"]
     if "refresh" not in values:
-        return value(last)
-    between = value(values["between refreshes"])
-    return between + (value(values["refresh"]) - between) / last["config"]["frequency"]
+        return value(last, gpu)
+    between = value(values["between refreshes"], gpu)
+    return between + (value(values["refresh"], gpu) - between) / last["config"]["frequency"]
 
 
 def measured_ms(row: Row) -> float:
@@ -78,7 +78,7 @@ def _belongs(row: Row, measured: Row) -> bool:
     sizes = {**config, **config.get("model", {})}
     return (
         row["config"]["part"] == PARTS.get(measured["benchmark"])
-        and row["rates"] == measured["hardware"]["gpu"]
+        and measured["hardware"]["gpu"] in row["of_devices_ms"]
         and all(
             sizes.get(key) == value
             for key, value in row["config"].items()

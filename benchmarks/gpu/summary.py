@@ -13,12 +13,13 @@ from benchmarks.gpu.runner import PartOutcome, Runner
 from benchmarks.report import Row
 
 RESULTS = ROOT / "benchmarks/results/gpu"
+"""It has a folder for each kind of device."""
 HEAD = ("part", "status", "seconds", "result")
 
 
 def collect(parts: Sequence[MeasuredPart], runner: Runner, out: Path, *, publish: bool) -> str:
     """Return the table; write it, all rows and logs to `out`, and with `publish` table and rows to
-    benchmarks/results/gpu."""
+    the device's folder in benchmarks/results/gpu."""
     out.mkdir(parents=True, exist_ok=True)
     table = markdown([(part.name, *_line(part, runner)) for part in parts])
     (out / "summary.md").write_text(table + "\n")
@@ -28,9 +29,10 @@ def collect(parts: Sequence[MeasuredPart], runner: Runner, out: Path, *, publish
         "".join(f"=== {part.name}\n{tail(runner, part.name, 200)}\n" for part in parts)
     )
     if publish and rows:
-        RESULTS.mkdir(parents=True, exist_ok=True)
+        folder = RESULTS / rows[0]["hardware"]["gpu"].lower().replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
         for name in ("rows.jsonl", "summary.md"):
-            shutil.copy(out / name, RESULTS / name)
+            shutil.copy(out / name, folder / name)
     return table
 
 

@@ -140,8 +140,12 @@ def _as_row(phase: CountedPhase) -> Row:
     seconds = sorted(phase.seconds.items(), key=lambda item: -item[1])
     names = {"kernels": dict(phase.kernels.most_common(8)), "unknown": dict(phase.unknown)}
     row = {**asdict(phase), **names}
+    of_devices = {name: round(1e3 * time, 4) for name, time in row.pop("of_devices").items()}
     del row["seconds"]
-    return row | {"predicted_ms": {kind: round(1e3 * time, 4) for kind, time in seconds}}
+    return row | {
+        "predicted_ms": {kind: round(1e3 * time, 4) for kind, time in seconds},
+        "of_devices_ms": of_devices,
+    }
 
 
 def prediction(counts: CountedPhase, model_flops: float) -> Row:
@@ -150,7 +154,7 @@ def prediction(counts: CountedPhase, model_flops: float) -> Row:
     seconds = max(device, host)
     mfu = model_flops / seconds / H100.peak_flops if model_flops else None
     return {
-        "rates": H100.name,
+        "of_devices_ms": {name: 1e3 * max(time, host) for name, time in counts.of_devices.items()},
         "predicted_ms": 1e3 * seconds,
         "device_ms": 1e3 * device,
         "host_ms": 1e3 * host,

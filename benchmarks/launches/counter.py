@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.launches import kinds, operations
-from benchmarks.launches.rates import H100, UNKNOWN
+from benchmarks.launches.rates import H100, TABLES, UNKNOWN
 from benchmarks.live_bytes import PeakBytes
 from lather.device import Read
 from lather.standin.mode import StandInMode, places
@@ -65,14 +65,17 @@ class CountedPhase:
     """The most bytes made since counting began that were alive together during the phase."""
     kernels: Tally[str] = field(default_factory=Tally)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Predicted seconds of the device, by kind of kernel."""
+    """Predicted seconds of an H100, by kind of kernel."""
+    of_devices: dict[str, float] = field(default_factory=dict)
+    """Predicted seconds of all kinds together, by name of the device."""
     unknown: Tally[str] = field(default_factory=Tally)
     """Launches of kernels whose kind the model does not know."""
 
-    def add_seconds(self, seconds: Mapping[str, float]) -> None:
-        """Add times by kind."""
-        for kind, time in seconds.items():
-            self.seconds[kind] = self.seconds.get(kind, 0.0) + time
+    def add_seconds(self, seconds: Mapping[str, float], of_devices: Mapping[str, float]) -> None:
+        """Add times by kind, and by device."""
+        for sums, added in ((self.seconds, seconds), (self.of_devices, of_devices)):
+            for key, time in added.items():
+                sums[key] = sums.get(key, 0.0) + time
 
 
 class Counter(StandInMode):
@@ -124,7 +127,7 @@ class Counter(StandInMode):
                 setattr(sums, name, getattr(sums, name) + getattr(phase, name))
             sums.kernels.update(phase.kernels)
             sums.unknown.update(phase.unknown)
-            sums.add_seconds(phase.seconds)
+            sums.add_seconds(phase.seconds, phase.of_devices)
         sums.peak_bytes = self.peak_bytes
         return sums
 
@@ -174,7 +177,10 @@ class Counter(StandInMode):
         if kind == UNKNOWN:
             phase.unknown[name] += times
         computed = flops / 2 if causal or name in kinds.FLEX else flops
-        phase.add_seconds({kind: H100.seconds(kind, read + written, computed, times)})
+        seconds = {
+            table.name: table.seconds(kind, read + written, computed, times) for table in TABLES
+        }
+        phase.add_seconds({kind: seconds[H100.name]}, seconds)
 
     def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
         self.launch(

@@ -212,8 +212,8 @@ TRITON: dict[str, str] = {
     "momentum": "optimizer kernels",
     "narrow_weights": "optimizer kernels",
     "unit_norm": "optimizer kernels",
-    "symmetric_product": "GEMM",
-    "grouped_weight_gradient": "grouped GEMM",
+    "symmetric_product": "symmetric products",
+    "grouped_weight_gradient": "experts' weight gradients",
     "quantized": "optimizer kernels",
     "remainder": "optimizer kernels",
     "stochastic_rounding": "optimizer kernels",
@@ -287,7 +287,8 @@ def kind_of_triton(function: Callable[..., Any], tensors: Mapping[str, Tensor]) 
     if "tl.dot" in source_of(function) and name not in TRITON_FLOPS:
         return UNKNOWN
     kind = TRITON.get(name) or TRITON.get(name.partition(".")[0], UNKNOWN)
-    return _kind_of_product(tensors["x_ptr"].dtype) if kind == "GEMM" else kind
+    in_tf32 = kind == "symmetric products" and tensors["x_ptr"].dtype == torch.float32
+    return "symmetric TF32 products" if in_tf32 else kind
 
 
 def flops_of_triton(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> int:

@@ -47,10 +47,12 @@ def predictions_table(rows: Sequence[Row]) -> str:
 
 def measured_table(rows: Sequence[Row], measured: Sequence[Row]) -> str:
     """Make the table of predictions beside the measured rows to which they belong."""
-    lines = [["", "predicted, ms", "measured, ms", "predicted / measured"]]
+    lines = [["device", "", "predicted, ms", "measured, ms", "predicted / measured"]]
     for row in measured:
+        device = row["hardware"]["gpu"].split(" ")[1]
         for name, expected, actual in _pairs(rows, row):
-            lines.append([name, f"{expected:.1f}", f"{actual:.1f}", f"{expected / actual:.2f}"])
+            numbers = (f"{expected:.1f}", f"{actual:.1f}", f"{expected / actual:.2f}")
+            lines.append([device, name, *numbers])
     return _table(lines)
 
 

@@ -1,4 +1,5 @@
-"""The one table of rates of the time model: what each kind of kernel reaches on a device.
+"""The one table of rates of the time model: what each kind of kernel reaches on two devices, which
+have the same processor and differ in their memory.
 
 A launch takes the longest of three times: its bytes at the rate of its kind, its flops at the rate
 of its kind, and the shortest time of any launch.
@@ -10,7 +11,9 @@ The host has a time of its own, launches x `host_seconds`; what waits for the sl
 takes the longer time.
 
 A measured rate names where it was measured; "kernels row" and "refresh row" are rows of
-benchmarks/results/gpu/rows.jsonl. All other rates are assumed, and give times within 20 % at best.
+an H100 in benchmarks/results/gpu, "the profile" is of a step of training-adamw on an H200
+(docs/log.md, 2026-11-27). All other rates are assumed, and give times within 20 % at best. Kernels
+that move bytes reach the same share of a copy's rate on both devices.
 Rates are those of large operands: neither the last wave of a product's tiles, nor short rows, nor a
 cache that holds what the launch before has written is part of the model.
 """
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.gpu.clock import PEAK_FLOPS
 
@@ -59,61 +62,72 @@ class RateTable:
         return max(size / rate.bytes, flops / rate.flops, launches * self.shortest)
 
 
-COPY = 2.98e12
 UNKNOWN = "unknown"
 """The kind of kernels that the model does not know."""
 
-H100 = RateTable(
-    "NVIDIA H100 80GB HBM3",
-    {
+
+def _kinds(copy: float) -> dict[str, KindRate]:
+    """Return the rates of a device with the processor of an H100, whose copies move `copy` bytes
+    per second."""
+    return {
         "grouped GEMM": KindRate(
-            COPY, "measured: experts' products, 59 ms of a profile of training-adamw", 475e12
+            copy,
+            "measured: experts' products of DeepSeek-V2-Lite 522 to 606, the profile 626",
+            590e12,
         ),
-        "GEMM": KindRate(
-            COPY,
-            "assumed: the kernels row of linear_cross_entropy gives 550 without its other "
-            "launches, a product of 8192 x 8192 784",
-            560e12,
+        "experts' weight gradients": KindRate(
+            copy, "measured: the profile, 25.7 ms of the kernel in Triton", 364e12
         ),
-        "fp32 GEMM": KindRate(COPY, "measured: refresh row, products K Q", 53.4e12),
-        "TF32 GEMM": KindRate(COPY, "assumed: two thirds of the peak", 330e12),
-        "attention forward": KindRate(
-            COPY, "measured: 19 ms of a profile of training-adamw, divided as assumed", 425e12
+        "GEMM": KindRate(copy, "measured: the profile, 44 ms", 690e12),
+        "symmetric products": KindRate(
+            copy, "measured: on an H200 460 to 562 for 704 to 2,048 rows in bf16", 500e12
         ),
-        "attention backward": KindRate(
-            COPY, "measured: 19 ms of a profile of training-adamw, divided as assumed", 380e12
+        "symmetric TF32 products": KindRate(
+            copy, "measured: on an H200 240 to 270 for 704 to 2,048 rows", 255e12
         ),
-        "flex attention": KindRate(COPY, "assumed: three quarters of cuDNN's rates", 300e12),
-        "rows moved": KindRate(
-            2.0e12, "assumed: kernels rows give 1.4 with the wait for their launch by the host"
+        "fp32 GEMM": KindRate(copy, "measured: refresh row, products K Q", 53.4e12),
+        "TF32 GEMM": KindRate(
+            copy, "measured: on an H200 333 to 359 for n = 1,024 to 4,096", 350e12
         ),
-        "gates": KindRate(
-            2.4e12, "assumed: kernels rows give 1.8 to 2.1 with the wait for their launch"
+        "attention forward": KindRate(copy, "measured: the profile, 3.9 ms", 525e12),
+        "attention backward": KindRate(copy, "measured: the profile, 14 ms", 366e12),
+        "flex attention": KindRate(
+            copy, "measured: on an H200, a context rank of 8 with 32,768 tokens", 408e12
         ),
-        "norms, rotary, routes": KindRate(2.4e12, "assumed: four fifths of a copy's"),
-        "loss kernels": KindRate(2.59e12, "measured: kernels row of cross_entropy_"),
-        "optimizer kernels": KindRate(2.69e12, "measured: kernels row of adam_in_basis"),
+        "rows moved": KindRate(0.75 * copy, "measured: on an H200 0.67 to 0.88 of a copy's"),
+        "gates": KindRate(0.85 * copy, "measured: the profile, 19 ms together with norms"),
+        "norms, rotary, routes": KindRate(0.85 * copy, "measured: as gates"),
+        "loss kernels": KindRate(0.87 * copy, "measured: kernels row of cross_entropy_"),
+        "optimizer kernels": KindRate(0.903 * copy, "measured: kernels row of adam_in_basis"),
         "fused AdamW": KindRate(
-            2.62e12, "measured: 18 ms of a profile of training-adamw for 28 bytes a parameter"
+            0.86 * copy, "measured: the profile, 13.3 ms for 28 bytes a parameter"
         ),
-        "elementwise": KindRate(2.7e12, "assumed: as the optimizer's kernels"),
-        "reductions": KindRate(2.7e12, "assumed: as the optimizer's kernels"),
-        "casts": KindRate(2.7e12, "assumed: as the optimizer's kernels"),
-        "copies": KindRate(COPY, "measured: kernels rows, a copy of 1 GiB"),
-        "concatenations": KindRate(0.98e12, "measured: 13 ms of a profile of training-adamw"),
-        "indexing": KindRate(1.4e12, "assumed: half of a copy's"),
+        "elementwise": KindRate(0.88 * copy, "measured: the profile, 12.5 ms"),
+        "reductions": KindRate(0.9 * copy, "assumed: as the optimizer's kernels"),
+        "casts": KindRate(0.87 * copy, "measured: the profile, 12.5 ms"),
+        "copies": KindRate(copy, "measured: kernels rows, a copy of 1 GiB"),
+        "concatenations": KindRate(0.95e12, "measured: the profile, 13.6 ms, on an H100 as long"),
+        "indexing": KindRate(0.47 * copy, "assumed: half of a copy's"),
         "factorizations": KindRate(
-            COPY, "assumed: a tenth of the rate of fp32 products, in batches", 5e12
+            copy, "assumed: a tenth of the rate of fp32 products, in batches", 5e12
         ),
         "factorizations one by one": KindRate(
-            COPY, "measured: refresh row, torch.linalg.qr less its products", 4.5e12
+            copy, "measured: refresh row, torch.linalg.qr less its products", 4.5e12
         ),
         "transfers with the host": KindRate(25e9, "assumed: a bus of PCIe 5, one direction"),
         "exchanges": KindRate(300e9, "assumed: NVLink, nothing hides it"),
-        UNKNOWN: KindRate(2.4e12, "assumed: as own Triton kernels"),
-    },
+        UNKNOWN: KindRate(0.8 * copy, "assumed: less than own Triton kernels"),
+    }
+
+
+H100 = RateTable(
+    "NVIDIA H100 80GB HBM3",
+    _kinds(2.98e12),
     shortest=2.5e-6,
     host_seconds=25e-6,
     source="assumed: 3 to 5 ms of the host for a layer of 170 launches",
     peak_flops=PEAK_FLOPS["H100"],
 )
+H200 = replace(H100, name="NVIDIA H200", kinds=_kinds(4.15e12), peak_flops=PEAK_FLOPS["H200"])
+TABLES = (H100, H200)
+"""The first is that of the tables in docs/gpu.md."""

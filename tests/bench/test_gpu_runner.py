@@ -233,11 +233,18 @@ def test_all_files_of_tests_run_and_one_that_fails_is_named(
     for name, holds in {"right": True, "wrong": False}.items():
         (tmp_path / f"test_{name}.py").write_text(f"def test_it():\n    assert {holds}\n")
     monkeypatch.setattr(together, "FOLDER", tmp_path)
-    assert together.main() == 1
-    printed = capsys.readouterr().out
-    for expected in ("right: ", "1 passed", "wrong: "):
-        assert expected in printed
-    assert printed.splitlines()[-1] == "failed: wrong"
+    (tmp_path / "test_slow.py").write_text(
+        "import time\n\ndef test_a():\n    time.sleep(60)\n\ndef test_b():\n    pass\n"
+    )
+    monkeypatch.setattr(together, "DIVIDED", {"slow": ("test_a", "test_b")})
+    assert together.main(["--seconds", "15"]) == 1
+    *_, right, slow, fast, wrong, last = capsys.readouterr().out.splitlines()
+    assert right.startswith("right: 1 passed in")
+    assert slow == "slow test_a: not done after 15 s"
+    assert fast.startswith("slow test_b: 1 passed, 1 deselected in")
+    assert wrong.startswith("wrong: FAILED")
+    assert wrong.partition("; ")[2].startswith("1 failed in")
+    assert last == "failed: slow test_a, wrong"
 
 
 def test_two_calls_of_nine_minutes_are_enough_if_every_part_hangs(

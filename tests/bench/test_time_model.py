@@ -2,6 +2,7 @@
 every kernel, a source for every rate, and predictions beside measured rows."""
 
 import ast
+import itertools
 import json
 import os
 import subprocess
@@ -18,12 +19,14 @@ import torch
 from benchmarks.gpu import predicted as of_gpu
 from benchmarks.gpu.predicted import optimizer_ms, predicted
 from benchmarks.launches import kinds, markdown
-from benchmarks.launches.rates import H100, UNKNOWN
+from benchmarks.launches.rates import H100, H200, TABLES, UNKNOWN
 
 REPOSITORY = Path(__file__).parents[2]
 MEASURED = [
     json.loads(line)
-    for line in (REPOSITORY / "benchmarks/results/gpu/rows.jsonl").read_text().splitlines()
+    for line in (REPOSITORY / "benchmarks/results/gpu/nvidia-h100-80gb-hbm3/rows.jsonl")
+    .read_text()
+    .splitlines()
 ]
 TWO_LAUNCHES = """
 import json
@@ -72,10 +75,10 @@ def test_times_are_added_launch_by_launch() -> None:
 
 
 def test_every_rate_has_a_source_and_every_kind_a_rate() -> None:
-    for kind, rate in H100.kinds.items():
+    for table, (kind, rate) in itertools.product(TABLES, H100.kinds.items()):
         assert rate.source.startswith(("measured: ", "assumed: ")), kind
-        assert 0 < rate.bytes <= H100.kinds["copies"].bytes, kind
-        assert rate.flops > 0, kind
+        assert 0 < table.kinds[kind].bytes <= table.kinds["copies"].bytes, kind
+        assert rate.flops == table.kinds[kind].flops > 0, kind
     assert H100.source.startswith(("measured: ", "assumed: "))
     assert {*kinds.KINDS, *kinds.TRITON.values()} <= H100.kinds.keys()
     assert H100.kinds["GEMM"].flops < H100.peak_flops
@@ -103,6 +106,7 @@ def test_measured_rates_are_those_of_the_rows(
         getattr(H100.kinds[kind], rate) == pytest.approx(value, rel=0.01) for value in measured
     )
     copy = MEASURED[0]["rates"]["bytes"]
+    assert H200.kinds["copies"].bytes > H100.kinds["copies"].bytes
     assert H100.kinds["copies"].bytes == pytest.approx(copy, rel=0.01)
 
 
@@ -195,10 +199,12 @@ def test_causal_attention_is_half_of_its_flops(causal: bool) -> None:
 def step_row(name: str, ms: float, of_optimizer: float, **sizes: Any) -> dict[str, Any]:
     config = {"part": "gpu step", "model": "m", "optimizer": "soap", "frequency": 4, "row": name}
     return {
-        "rates": "A GPU",
         "config": {**config, **sizes},
-        "predicted_ms": ms,
-        "phases": {"lather.optim.update": {"predicted_ms": {"GEMM": of_optimizer}}, "rest": {}},
+        "of_devices_ms": {"A GPU": ms, "A third": 1.0},
+        "phases": {
+            "lather.optim.update": {"of_devices_ms": {"A GPU": of_optimizer, "A third": 1.0}},
+            "rest": {},
+        },
     }
 
 
@@ -250,14 +256,16 @@ def test_make_gpu_prints_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> 
 def test_tables_name_what_is_compared() -> None:
     table = markdown.measured_table(ROWS, [STEP, STEP | {"benchmark": "kernel"}])
     assert table.splitlines()[2:] == [
-        "| a step of the 1.7 B model, soap | 120.0 | 100.0 | 1.20 |",
-        "| of it the optimizer | 40.0 | 50.0 | 0.80 |",
+        "| GPU | a step of the 1.7 B model, soap | 120.0 | 100.0 | 1.20 |",
+        "| GPU | of it the optimizer | 40.0 | 50.0 | 0.80 |",
     ]
     assert len(markdown.rates_table().splitlines()) == 2 + len(H100.kinds)
 
 
 def test_all_kernels_of_the_published_rows_are_known() -> None:
-    of_this_device = [row for row in of_gpu.predictions() if row.get("rates") == H100.name]
-    assert {row["config"]["part"] for row in of_this_device} >= {"block", "gpu step", "refresh"}
-    for row in of_this_device:
+    of_the_model = [row for row in of_gpu.predictions() if "of_devices_ms" in row]
+    assert {row["config"]["part"] for row in of_the_model} >= {"block", "gpu step", "refresh"}
+    for row in of_the_model:
+        assert row["of_devices_ms"].keys() == {table.name for table in TABLES}
+        assert row["of_devices_ms"][H100.name] == pytest.approx(row["predicted_ms"], rel=1e-3)
         assert row["total"]["unknown"] == {}, row["case"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lather.models.saving.rounded_weights import RoundedWeights
@@ -39,7 +40,7 @@ class WrittenUnit:
 
     name: str
     program: Program
-    gathered: tuple[nn.Parameter, ...] = ()
+    gathered: tuple[nn.Parameter, ...] = (nn.Parameter(torch.ones(())),)
     holding: int = 0
     started: int = 0
     """Number of the last gather in the program."""

@@ -23,6 +23,7 @@ from lather.models.decoder import Decoder
 from lather.optim import SOAP, MatrixOptimizer
 from lather.optim.rules import RULES
 from lather.parallel.mesh import Mesh
+from lather.pipeline.timeline import TimelineRecorder
 from train.tiny_steps import CPU, gradients_of_step, state_bits, train_step
 
 MakeModel = Callable[..., Decoder]
@@ -369,3 +370,18 @@ def test_refreshes_beside_the_forward_are_counted_once_whoever_waits_for_them(
         assert sum(counts) == optimizer.counters["refreshes_done"]
         optimizer.state_dict()  # as a checkpoint does: work under way is finished and counted
     assert [count > 0 for count in counts] == [False, True, True, False, True, False]
+
+
+def test_one_rank_waits_for_nothing_and_records_each_action_once(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lather.pipeline.timeline.SHORTEST_WAIT", 0.0)  # as if the host were slow
+    config = make_config(parallel={"schedule": "dualpipev"}, train={"micro_batch_size": 1})
+    recorder = TimelineRecorder(CPU)
+    engine = build_engine(config, Mesh.single(CPU), record=recorder)
+    step = TrainStep(engine, build_optimizer(config.optim, engine.parameters), 1.0)
+    batch = torch.randint(config.model.vocab_size, (4, config.train.sequence_length + 1))
+    recorder.begin()
+    step(Batch.of_tokens(batch), 1e-2)
+    actions = [event.action for event in recorder.end()]
+    assert actions == list(engine.schedule.ranks[0])

@@ -205,8 +205,9 @@ class Gathering:
 
     def wait_for(self, units: Visit) -> None:
         for unit in units:
-            with self._record.waiting():
-                unit.wait()
+            if unit.gathered:  # a wait would divide the recorded action
+                with self._record.waiting():
+                    unit.wait()
 
     def free(self, units: Visit) -> None:
         for unit in units:
