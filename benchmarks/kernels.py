@@ -102,7 +102,7 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
 def _row(
     case: KernelCase, sizes: KernelSizes, settings: Settings, rates: DeviceRates, error: float
 ) -> Row:
-    ms = milliseconds(case.run, settings.device, 5 if settings.small else 20)
+    ms = milliseconds(case.run, settings.device, 5 if settings.small else 10, in_a_row=10)
     rate = 1e3 * case.amount / ms["median"]
     return {
         "benchmark": "kernel",

@@ -87,7 +87,7 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
         error = _largest_error(name, results, expected)
         del results
         ms, peak = (
-            milliseconds(step, device, 3 if settings.small else 10),
+            milliseconds(step, device, 3 if settings.small else 5, in_a_row=4),
             peak_temporary_bytes(step, device),
         )
         plain_ms, plain_peak = (plain_ms, plain_peak) if plain_ms else (ms["median"], peak)
