@@ -87,6 +87,7 @@ def all_parts(device: str, folder: Path, *, small: bool) -> list[MeasuredPart]:
         work("kernels", kernels, 60),
         MeasuredPart("tests", "tests/gpu, all files at the same time", tests, 180, TESTS),
         training("adamw", "AdamW", 60),
+        training("adamw-graph", "AdamW, its passes a CUDA graph", 34),
         training("soap_muon", "SOAP-Muon", 75),
         work("refresh", "the batched refresh of 96 factors against one by one", 60),
         work("block", "a decoder block against plain PyTorch", 40, TRAINER),

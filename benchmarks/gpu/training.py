@@ -55,13 +55,17 @@ LEARNING_RATE = {"adamw": 5e-4, "muon": 2e-3, "soap_muon": 2e-3}
 
 
 def rows(settings: Settings, contestant: str) -> Iterator[Row]:
-    """Train with the optimizer `contestant`; yields a row. Raises CheckError if a loss is not
-    finite or the last is not below the first."""
+    """Train with the optimizer `contestant`, which "-graph" follows if steps are replayed as a CUDA
+    graph; yields a row. Raises CheckError if a loss is not finite or the last is not below the
+    first."""
+    optimizer, _, graph = contestant.partition("-")
     config = load_config(
         ROOT / "benchmarks/gpu" / ("small.toml" if settings.small else "moe-1.7b.toml")
     )
     config = replace(
-        config, optim=optim_config(contestant, lr=LEARNING_RATE[contestant])
+        config,
+        optim=optim_config(optimizer, lr=LEARNING_RATE[optimizer]),
+        train=replace(config.train, cuda_graph=bool(graph)),
     ).resolved()
     device = settings.device
     peak, source = peak_flops(device, measure_rates(device, small=settings.small))
@@ -81,7 +85,8 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
     yield {
         "benchmark": "training",
         "config": {
-            "optimizer": contestant,
+            "optimizer": optimizer,
+            "cuda_graph": config.train.cuda_graph,
             "device": device.type,
             "steps": len(losses),
             "model": asdict(config.model),

@@ -66,6 +66,8 @@ def _pairs(rows: Sequence[Row], measured: Row) -> Iterator[tuple[str, float, flo
         "block": "a block, {contestant}",
         "refresh": "a refresh of 96 factors, {hidden} / {mlp}",
     }[measured["benchmark"]].format(**config)
+    if config.get("cuda_graph"):
+        name += ", its passes a CUDA graph"
     yield name, expected, measured_ms(measured)
     of_optimizer = predicted(measured, rows, optimizer_ms)
     if of_optimizer and measured["benchmark"] == "training":

@@ -216,6 +216,18 @@ def test_a_timeline_has_the_times_of_the_device() -> None:
     assert sum(event.end - event.start for event in events) > 0
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_captured_step_has_the_numbers_of_its_launches(schedule: str) -> None:
+    losses = []
+    for cuda_graph in (False, True):
+        settings = config(schedule, precision="bf16", cuda_graph=cuda_graph)
+        engine = engine_on(cuda(), settings)
+        step = TrainStep(engine, build_optimizer(settings.optim, engine.parameters), 1.0)
+        losses.append([step(batch_of(settings, number), 1e-3).loss for number in range(8)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1][:2] == losses[0][:2]
+
+
 @pytest.fixture
 def nccl(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", world_size=1, rank=0)

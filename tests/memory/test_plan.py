@@ -22,7 +22,7 @@ from lather.config.records import CheckpointConfig
 from lather.memory import plan_report
 from lather.memory.dry_rank import BUILDING, Load, shortened
 from lather.memory.dry_run import FIRST, RankRun
-from lather.memory.ledger import KINDS, Ledger
+from lather.memory.ledger import KINDS, Ledger, MemoryTimeline
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.workers import Assumed, worker_processes
 from lather.models.families import FAMILIES, build_model
@@ -59,6 +59,23 @@ def planned() -> MemoryPlan:
     """A plan of SOAP, with AdamW for embedding, head, routers and norms, in one process with bf16
     products."""
     return plan(config_of("soap", precision="bf16"), 1, Assumed())
+
+
+def test_what_the_passes_of_a_cuda_graph_hold_stays_in_the_optimizers_step(
+    planned: MemoryPlan,
+) -> None:
+    config = replace(planned.config, train=replace(planned.config.train, cuda_graph=True))
+    plain, captured = (
+        plan(each, 1, Assumed()).ranks[0].steps["a step"] for each in (planned.config, config)
+    )
+
+    def update_of(timeline: MemoryTimeline) -> int:
+        return next(start for name, start, _ in timeline.spans() if name == "optimizer, update")
+
+    most = plain.total[: update_of(plain)].max()
+    held = captured.total[update_of(captured)]
+    assert 0.999 * most <= held <= 1.01 * most
+    assert captured.peak > max(plain.peak, most)
 
 
 def test_offloaded_state_is_in_the_hosts_memory_and_visits_the_device(

@@ -13,8 +13,8 @@ from lather.config.config import (
     Config,
     LoopConfig,
     ParallelConfig,
-    check_parallel,
 )
+from lather.config.ranks import check_parallel
 from lather.errors import ConfigError
 from lather.models.families.deepseek_v2 import DeepseekV2Config
 from lather.models.families.gpt_oss import GptOssConfig

@@ -12,7 +12,8 @@ from rich.console import Console
 from lather.argument import Argument
 from lather.commands.parsing import check_writable, parse_size
 from lather.commands.with_config import parse_with_config
-from lather.config.config import Config, check_parallel
+from lather.config.config import Config
+from lather.config.ranks import check_parallel
 from lather.config.toml_file import config_to_toml
 from lather.console import command_console
 from lather.errors import UserError, require

@@ -17,7 +17,8 @@ import lather
 from lather.argument import Argument
 from lather.commands.parsing import check_writable
 from lather.commands.with_config import parse_with_config
-from lather.config.config import Config, check_parallel
+from lather.config.config import Config
+from lather.config.ranks import check_parallel
 from lather.console import command_console
 from lather.device import is_gpu
 from lather.engine.step import pick_device

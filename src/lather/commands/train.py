@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from lather.commands.with_config import parse_with_config
-from lather.config.config import Config, check_parallel
+from lather.config.config import Config
+from lather.config.ranks import check_parallel
 from lather.console import command_console, is_live
 from lather.durations import duration
 from lather.engine.qk_clip import check_qk_clip

@@ -38,7 +38,13 @@ CHANGES = "changes.jsonl"
 FREE = {
     *("checkpoint", "data", "fork_from", "ignore_fields", "init_from", "init_weights", "log"),
     *("moe.memory", "parallel", "run_dir"),
-    *("train.compile", "train.deterministic", "train.device", "train.max_skipped_steps"),
+    *(
+        "train.compile",
+        "train.cuda_graph",
+        "train.deterministic",
+        "train.device",
+        "train.max_skipped_steps",
+    ),
     *("train.micro_batch_size", "train.minutes", "train.offload_frozen"),
     *("train.recompute", "train.rounded_weights"),
     *("train.validation_every", "train.validation_sequences"),

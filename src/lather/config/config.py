@@ -114,6 +114,10 @@ class LoopConfig:
     compile: bool = False
     """Compile norms, rotary embeddings and similar operations with torch.compile; the start takes
     longer."""
+    cuda_graph: bool = False
+    """Capture the forward and backward passes of a step as a CUDA graph and replay it, for a single
+    GPU whose host cannot keep up; from the third step on. What the passes hold at their peak then
+    stays allocated. Without effect on a CPU."""
     deterministic: bool = False
     """Get the same bits in every run on a GPU (torch.use_deterministic_algorithms); attention's
     backward pass, among others, is slower."""
@@ -411,8 +415,3 @@ def longer_model(model: ModelConfig, length: int) -> str:
         f"with trained weights model.rope_scaling.factor {factor:g}, with new ones "
         f"model.max_position_embeddings {length}"
     )
-
-
-def check_parallel(config: Config, world_size: int, option: str = "--nproc") -> None:
-    """Raise ConfigError unless `world_size` ranks, which `option` gives, can run `config`."""
-    config.num_micro_batches(config.parallel.data_ranks(world_size, option))

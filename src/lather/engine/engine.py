@@ -25,6 +25,7 @@ from lather.data.batches import Batch
 from lather.device import Read, gpu_module, is_gpu, read, to_device
 from lather.engine.qk_clip import measuring
 from lather.engine.settings import prepare_experts, schedule_for, weights_dtype
+from lather.engine.step_graph import StepGraph
 from lather.engine.step_reading import StepReading, StepResult
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
 from lather.models.decoder import Decoder
@@ -110,6 +111,9 @@ class Engine:
         )
         self._length = length
         self._layout = SequenceLayout(shape[0], length, mesh.device, context=context)
+        self._graph: StepGraph | None = None
+        if loop.cuda_graph and is_gpu(mesh.device):
+            self._graph = StepGraph(self._executor.run, part.parameters())
 
     def _exchange(self, frees: Frees) -> Exchange:
         """Return the exchange of tokens among the expert ranks."""
@@ -139,8 +143,12 @@ class Engine:
         reading = self.new_reading(num_labels, with_logits=with_logits)
         with counting_step(self.part.routers()), measuring(self.part, reading.logits_AH):
             try:
-                schedule = self.schedule_of(len(micro_batches))
-                output = self._executor.run(micro_batches, schedule)
+                is_plain = batch.begins_BS is None and batch.padding_BS is None
+                if self._graph is not None and is_plain and not with_logits:
+                    output = self._graph(micro_batches)
+                else:
+                    schedule = self.schedule_of(len(micro_batches))
+                    output = self._executor.run(micro_batches, schedule)
             except BaseException:
                 self.parameters.clear_gradients()  # they are incomplete
                 raise

@@ -135,7 +135,10 @@ def dry_run(
         with_logits = config.log.attention_logits_every > 0
 
         def whole_step() -> None:
-            step(dry.batch, RATE, with_logits=with_logits)
+            if config.train.cuda_graph and is_gpu(engine.mesh.device):
+                step_of_graph(step, dry)
+            else:
+                step(dry.batch, RATE, with_logits=with_logits)
             if average is not None:
                 average.update(1)
 
@@ -210,6 +213,22 @@ def step_without_passes(step: TrainStep) -> None:
             entry.source.grad = torch.empty_like(entry.source, dtype=dtype)
     engine.parameters.collect_gradients()
     step.update(engine.new_reading(num_labels=1), RATE)
+
+
+def step_of_graph(step: TrainStep, dry: DryRank) -> None:
+    """Run a training step whose passes are a CUDA graph: what they hold at their peak, and the
+    graph's tokens and labels, stay allocated in the optimizer's step and in a validation after
+    it."""
+    ledger, engine = dry.mode.ledger, step.engine
+    start = ledger.time
+    reading = engine.launch_gradients(dry.batch)
+    total = ledger.timeline(start).total
+    size = int(total.max() - total[-1]) + 2 * dry.batch.inputs_BS.nbytes
+    pool = torch.empty(size, dtype=torch.uint8, device=engine.mesh.device)
+    ledger.label("activations", [pool])
+    step.update(reading, RATE)
+    engine.validation_loss(dry.batch)
+    del pool
 
 
 def _state_of_ranks(optimizer: MatrixOptimizer, mesh: Mesh, *, offloaded: bool) -> dict[int, int]:

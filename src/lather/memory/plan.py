@@ -16,7 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lather.config.config import Config, check_parallel
+from lather.config.config import Config
+from lather.config.ranks import check_parallel
 from lather.memory.dry_run import HostMemory, RankRun, dry_run
 from lather.memory.stage_bytes import memory_partition
 from lather.memory.work import MICRO_BATCHES, REFRESH, REST, Work

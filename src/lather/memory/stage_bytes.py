@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lather.config.config import Config, check_parallel
+from lather.config.config import Config
+from lather.config.ranks import check_parallel
 from lather.errors import ConfigError
 from lather.memory.dry_rank import BUILDING
 from lather.memory.dry_run import RankRun, dry_run
