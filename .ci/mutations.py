@@ -238,8 +238,15 @@ MUTATIONS = (
     Mutation(
         "kernels: experts' gradients forget those of earlier micro-batches",
         "kernels/grouped_weight_gradient/triton.py",
-        "before + halves[number]",
-        "halves[number]",
+        "total += tl.load(before_ptr + at, mask=exists, other=0.0)",
+        "total += 0 * tl.load(before_ptr + at, mask=exists, other=0.0)",
+        "kernels/test_grouped_weight_gradient.py",
+    ),
+    Mutation(
+        "kernels: a block of an expert's rows has some of the next one's",
+        "kernels/grouped_weight_gradient/triton.py",
+        "(end - start) // STEP * STEP",
+        "tl.cdiv(end - start, STEP) * STEP",
         "kernels/test_grouped_weight_gradient.py",
     ),
     Mutation(

@@ -36,7 +36,8 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -84,22 +85,25 @@ class Driver:
         return GPUTarget("cuda", self.architecture, 32)
 
 
-def caught(models: Iterable[str], dtypes: Iterable[str]) -> list[Launch]:
-    """Return the launches of the wrappers, without an architecture."""
+def caught(
+    models: Iterable[str], dtypes: Iterable[str], architectures: Iterable[int]
+) -> list[Launch]:
+    """Return the launches of the wrappers on GPUs of these architectures."""
+    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
-    case = ""
+    architecture, case = 0, ""
 
     def catch(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        launches.append(Launch(kernel, arguments, options, 0, [case]))
+        launches.append(Launch(kernel, arguments, options, architecture, [case]))
 
     run = JITFunction.run
     JITFunction.run = catch
     try:
-        for sizes, name in (
-            (MODELS[model](DTYPES[name]), name) for model in models for name in dtypes
-        ):
+        for architecture, model, name in product(architectures, models, dtypes):
+            driver.set_active(Driver(architecture))
+            sizes = MODELS[model](DTYPES[name])
             for wrapper, *arguments in (call for calls in CASES for call in calls(sizes)):
                 case = f"{sizes.model} {name} {wrapper.__name__}"
                 options = arguments.pop() if isinstance(arguments[-1], dict) else {}
@@ -109,22 +113,18 @@ def caught(models: Iterable[str], dtypes: Iterable[str]) -> list[Launch]:
     return launches
 
 
-def distinct(launches: Iterable[Launch], architectures: Iterable[int]) -> list[Launch]:
+def distinct(launches: Iterable[Launch]) -> list[Launch]:
     """Return the compilations that the launches need, distinct by the key of Triton's cache."""
     from triton.runtime import driver
 
     compilations: dict[tuple[Any, ...], Launch] = {}
-    everything = list(launches)
-    for architecture in architectures:
-        driver.set_active(Driver(architecture))
-        for launch in everything:
-            binder = launch.kernel.device_caches[architecture][-1]
-            _, specialization, options = binder(*launch.arguments, **launch.options)
-            key = (architecture, launch.kernel, str(specialization), str(options))
-            compilation = compilations.setdefault(
-                key, Launch(launch.kernel, launch.arguments, launch.options, architecture)
-            )
-            compilation.cases += [case for case in launch.cases if case not in compilation.cases]
+    for launch in launches:
+        driver.set_active(Driver(launch.architecture))
+        binder = launch.kernel.device_caches[launch.architecture][-1]
+        _, specialization, options = binder(*launch.arguments, **launch.options)
+        key = (launch.architecture, launch.kernel, str(specialization), str(options))
+        compilation = compilations.setdefault(key, replace(launch, cases=[]))
+        compilation.cases += [case for case in launch.cases if case not in compilation.cases]
     return list(compilations.values())
 
 
@@ -343,8 +343,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # Triton has not been imported yet, and reads this when it is
     os.environ.pop("TRITON_INTERPRET", None)
-    launches = caught(options.models, options.dtypes)
-    rows = compiled(distinct(launches, options.architectures), options.processes)
+    launches = caught(options.models, options.dtypes, options.architectures)
+    rows = compiled(distinct(launches), options.processes)
     print("\n".join(table(rows)))
     wrong = [
         f"{row['kernel']} on sm_{row['architecture']} ({row['cases'][0]}) {text}"

@@ -110,14 +110,12 @@ def _gather(s: ModelSizes) -> Calls:
 def _grouped_weight_gradient(s: ModelSizes) -> Calls:
     from lather.kernels.grouped_weight_gradient.triton import outer_product_sums
 
-    end_E, token_G = _on_meta(s.e, dtype=torch.int32), _integers(s.g)
-    gate_up = s.rows(2 * s.f), s.tokens(s.d), end_E, _floats(s.e, 2 * s.f, s.d)
-    down = s.rows(s.d), s.rows(s.f), end_E, _floats(s.e, s.d, s.f)
-    later = s.tokens(s.d), *down[1:]
-    for accumulate in (False, True):
-        yield outer_product_sums, *gate_up, accumulate, {"x_rows": token_G}
-        yield outer_product_sums, *down, accumulate
-        yield outer_product_sums, *later, accumulate, {"grad_rows": token_G}
+    end_E = _on_meta(s.e, dtype=torch.int32)
+    # pointers read rows of the last widths
+    for o, i in ((2 * s.f, s.d), (s.d, s.f), (s.d - 1, s.f - 1)):
+        for accumulate in (False, True):
+            out = _floats(s.e, o, i)
+            yield outer_product_sums, s.rows(o), s.rows(i), end_E, out, accumulate
 
 
 def _linear_cross_entropy(s: ModelSizes) -> Calls:

@@ -235,14 +235,16 @@ def _add_rows(s: KernelSizes, device: torch.device) -> KernelCase:
 
 
 def _outer_product_sums(s: KernelSizes, device: torch.device) -> KernelCase:
-    """Make the case of the gradient of gate and up of a later micro-batch, with rows of tokens."""
+    """Make the case of the gradient of gate and up of a later micro-batch, whose rows of tokens are
+    gathered first."""
     draw = _Draw(s, device)
     routed = route.plan_route(draw.experts(s), s.e, 8)
     grad, x = draw.normal(len(routed.token_G), 2 * s.f), draw.normal(s.t, s.d)
     total = draw.normal(s.e, 2 * s.f, s.d, dtype=torch.float32)
 
     def run() -> Tensor:
-        return outer_product_sums(grad, x, routed.end_E, total, x_rows=routed.token_G)
+        rows = gather.padded_index_gather(x, routed.token_G, 1, checked=False)
+        return outer_product_sums(grad, rows, routed.end_E, total)
 
     flops = 2 * s.t * s.k * 2 * s.f * s.d
     return KernelCase("outer_product_sums", run, flops, "flops", dtype=torch.float32)

@@ -224,21 +224,12 @@ TRITON: dict[str, str] = {
 
 def _flops_of_grouped(tensors: Mapping[str, Tensor]) -> int:
     """Return the flops of a product for each expert over its rows."""
-    gathered = tensors["grad_rows_ptr"]
-    rows = tensors["grad_ptr"] if gathered is tensors["end_ptr"] else gathered
-    return 2 * len(rows) * int(math.prod(tensors["out_ptr"].shape[1:]))
+    return 2 * len(tensors["grad_ptr"]) * int(math.prod(tensors["out_ptr"].shape[1:]))
 
 
 TRITON_FLOPS: dict[str, Callable[[Mapping[str, Tensor]], int]] = {
     "symmetric_product._product": lambda tensors: num_flops(tensors["x_ptr"]),
-    **dict.fromkeys(
-        (
-            "grouped_weight_gradient._product",
-            "grouped_weight_gradient._write_products",
-            "grouped_weight_gradient._add_products",
-        ),
-        _flops_of_grouped,
-    ),
+    "grouped_weight_gradient._add_products": _flops_of_grouped,
 }
 """Functions that return the flops of a launch from its tensors, by folder and function, for the
 Triton kernels that have products."""

@@ -31,7 +31,7 @@ for run in runs:
     options += ["--models", models, "--dtypes", dtypes, "--out", f"{folder}/{run}.jsonl"]
     assert ahead_of_time.main(options) == 0
 
-launches = ahead_of_time.caught(["DeepSeek-V2-Lite"], ["bf16"])
+launches = ahead_of_time.caught(["DeepSeek-V2-Lite"], ["bf16"], [90])
 assert not ahead_of_time.unreached(one.kernel for one in launches)
 without = [one.kernel for one in launches if "swiglu" not in one.kernel.__module__]
 print("without a case:", *sorted(ahead_of_time.unreached(without)))
@@ -105,13 +105,15 @@ def test_rows_in_bf16_are_read_16_bytes_at_a_time_and_nothing_divides_in_64_bits
     rows: list[Row],
 ) -> None:
     """Each thread reads so many: the address and the length of a row allow it in these models. Rows
-    of packed triangles begin anywhere."""
+    of packed triangles begin anywhere, and so do those of sums of outer products whose length is no
+    multiple of 16."""
     narrow = [
         (row["kernel"], row["cases"])
         for row in rows
         if "*bf16" in row["types"]
         and "128" not in row["loads"]
         and not row["kernel"].startswith("triangle.")
+        and not row["types"].endswith("size_o i32, size_i i32")
     ]
     assert not narrow
     assert not [row["kernel"] for row in rows if row["divisions"]]

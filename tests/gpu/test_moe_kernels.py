@@ -326,28 +326,48 @@ def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_the_operands_dtype(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("sizes", [(33, 50), (130, 257), (2816, 2048), (7, 1408)], ids=str)
-def test_sums_of_outer_products(sizes: tuple[int, int], gathers: bool, dtype: torch.dtype) -> None:
-    """Rows after the last end hold NaN; the second call adds to the first one's sums, and a third
-    one has the same bits as the first."""
+@pytest.mark.parametrize(
+    "sizes",
+    [(33, 50), (130, 257), (7, 1408), (8, 16), (40, 56), (264, 136), (2816, 2048)],
+    ids=str,
+)
+def test_sums_of_outer_products(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Rows of the last sizes in 16 bits are read by descriptors, the others by pointers. Rows after
+    the last end hold NaN, and so do those of all other experts in the last calls; the second call
+    has the same bits as the first, and a third one adds to its sums."""
     generator = torch.Generator().manual_seed(0)
-    counts = [3, 0, 700, 8, 0]
+    counts = [3, 0, 700, 64, 8, 0]
     grad, x = (torch.randn(800, size, generator=generator).to(dtype) for size in sizes)
     grad[sum(counts) :], x[sum(counts) :] = torch.nan, torch.nan
     end_E = torch.tensor(counts).cumsum(0).int()
-    rows = torch.randint(-1, 700, (800,), generator=generator) if gathers else None
-    exact = torch.zeros(5, *sizes, dtype=torch.float64)
-    reference.outer_product_sums(grad, x, end_E, exact, False, None, rows)
-    on_cuda = to_cuda(grad, x, end_E)
-    rows = None if rows is None else rows.cuda()
-    first = outer_product_sums(*on_cuda, x_rows=rows)
-    again = outer_product_sums(*on_cuda, x_rows=rows)
-    assert first.equal(again)
+    exact = torch.zeros(len(counts), *sizes, dtype=torch.float64)
+    reference.outer_product_sums(grad, x, end_E, exact, False)
+    grad, x, end_E = to_cuda(grad, x, end_E)
+    first = outer_product_sums(grad, x, end_E)
+    assert first.equal(outer_product_sums(grad, x, end_E))
     assert is_close(first, exact, 1e-5)
     assert not is_close(first, 1.01 * exact, 1e-5)
-    assert outer_product_sums(*on_cuda, first, x_rows=rows) is first
-    assert is_close(first, 2 * exact, 1e-5)
+    total = first.clone()
+    assert outer_product_sums(grad, x, end_E, total) is total
+    assert is_close(total, 2 * exact, 1e-5)
+    start = 0
+    for expert, count in enumerate(counts):
+        alone = [torch.full_like(operand, torch.nan) for operand in (grad, x)]
+        for copy, operand in zip(alone, (grad, x), strict=True):
+            copy[start : start + count] = operand[start : start + count]
+        assert outer_product_sums(*alone, end_E)[expert].equal(first[expert])
+        start += count
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_pointers_and_descriptors_give_the_same_sums_of_outer_products(dtype: torch.dtype) -> None:
+    """A matrix that begins 2 bytes later has no descriptor."""
+    generator = torch.Generator().manual_seed(0)
+    grad, x = (torch.randn(800, size, generator=generator).to("cuda", dtype) for size in (264, 136))
+    later = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    end_E = torch.tensor([3, 3, 703, 767, 800], dtype=torch.int32, device="cuda")
+    by_pointers = outer_product_sums(grad, later, end_E)
+    assert is_close(by_pointers, outer_product_sums(grad, x, end_E), 1e-5)
 
 
 @DTYPES

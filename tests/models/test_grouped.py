@@ -3,6 +3,7 @@ for each expert."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +153,25 @@ def test_on_a_gpu_a_gradient_in_fp32_is_not_rounded_and_is_added_in_place(
         assert rounded is not total
         assert rounded.dtype == operands
     assert error(total, 2 * exact) < 1e-6
+
+
+def test_on_a_gpu_the_rows_of_a_gradient_in_fp32_are_gathered_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """-1 is a row of zeros."""
+    monkeypatch.setattr(grouped, "use_triton", lambda *tensors: True)
+    case = Case(COUNTS["uneven"], torch.bfloat16, 16, 8)
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(-1, 14, (len(case.x_GI),), generator=generator)
+    rows[rows >= case.used] = 2
+    compute = partial(grouped_weight_gradient, end_E=case.end_E, dtype=torch.float32)
+    gathered = grouped.rows_of(case.x_GI, rows)
+    found = compute(case.g_GO, case.x_GI, x_rows=rows)
+    assert found.equal(compute(case.g_GO, gathered))
+    gathered = grouped.rows_of(case.g_GO, rows)
+    found = compute(case.g_GO, case.x_GI, g_rows=rows)
+    assert found.equal(compute(gathered, case.x_GI))
+    assert found.dtype == torch.float32
 
 
 def test_on_a_cpu_a_gradient_has_the_bits_of_gathered_rows_and_no_sum_is_touched() -> None:

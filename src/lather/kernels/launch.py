@@ -9,8 +9,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from lather.device import launching_on
+
+BLOCK_COPIES = 90
+"""Ten times the compute capability from which on GPUs copy blocks."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -18,6 +22,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if all(grid):
         with launching_on(arguments[0]):
             kernel[grid](*arguments, **options)
+
+
+def copies_blocks() -> bool:
+    """Tell whether the GPU that Triton compiles for copies blocks of tensors that a descriptor
+    describes (TMA), as those of compute capability 9.0 or newer do. For older ones Triton makes
+    slow loads of them."""
+    try:
+        target = driver.active.get_current_target()
+    except RuntimeError:  # there is no GPU, but Triton's interpreter
+        return True
+    return bool(target.backend == "cuda" and target.arch >= BLOCK_COPIES)
 
 
 def tile(num_columns: int, elements: int, *, whole_rows: bool = False) -> dict[str, int]:

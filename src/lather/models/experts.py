@@ -5,8 +5,8 @@ weighted sum per token.
 
     saved for backward        x (R, D), which the caller saves as well; gate/up (G, 2F); indices and
                               the router's weights
-    recomputed in backward    the experts' input rows (gathered; on a GPU by the product that reads
-                              them), the gated product (from gate/up)
+    recomputed in backward    the experts' input rows (gathered again), the gated product (from
+                              gate/up)
     not needed                the experts' outputs: the gradient of the router's weight of row g is
                               <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is
                               computed anyway

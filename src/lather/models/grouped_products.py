@@ -81,10 +81,10 @@ def grouped_weight_gradient(
         total: the sum of earlier gradients, contiguous.
     """
     x_GI = x_GI.to(g_GO.dtype)
-    if dtype == torch.float32 and g_GO.dtype.itemsize == 2 and use_triton(g_GO):
-        return outer_product_sums(g_GO, x_GI, end_E, total, grad_rows=g_rows, x_rows=x_rows)
     g_GO = g_GO if g_rows is None else rows_of(g_GO, g_rows)
     x_GI = x_GI if x_rows is None else rows_of(x_GI, x_rows)
+    if dtype == torch.float32 and g_GO.dtype.itemsize == 2 and use_triton(g_GO):
+        return outer_product_sums(g_GO, x_GI, end_E, total)
     if _sound(g_GO) and _sound(x_GI):
         return _zeros_for_idle(F.grouped_mm(g_GO.T, x_GI, offs=end_E), end_E)
     out_EOI = g_GO.new_zeros(len(end_E), g_GO.shape[1], x_GI.shape[1])

@@ -5,11 +5,10 @@ expert, and added in fp32 to those of earlier micro-batches.
 
 A grouped product of torch (`F.grouped_mm`) rounds these sums to the operands' dtype, so another
 pass has to convert them, and a third to add them: 12 bytes per weight and micro-batch where the sum
-is read and written once, 8 bytes. Either operand may have a row for each token, of which an index
-picks the rows of experts, so that no copy in the order of experts is made for this product alone.
+is read and written once, 8 bytes. Both operands are in the order of experts: a copy of gathered
+rows and a product that reads blocks of them take less time than a product that looks up each row.
 
-Letters: G rows grouped by expert, E experts, I input and O output size, R rows of an operand that
-is gathered.
+Letters: G rows grouped by expert, E experts, I input and O output size.
 """
 
 from __future__ import annotations
@@ -28,13 +27,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @torch.no_grad()
 def outer_product_sums(
-    grad: Float[Tensor, "g_or_r o"],
-    x: Float[Tensor, "g_or_s i"],
+    grad: Float[Tensor, "g o"],
+    x: Float[Tensor, "g i"],
     end_E: Int[Tensor, " e"],
     total: Float[Tensor, "e o i"] | None = None,
-    *,
-    grad_rows: Int[Tensor, " g"] | None = None,
-    x_rows: Int[Tensor, " g"] | None = None,
 ) -> Float[Tensor, "e o i"]:
     """Return grad_e^T x_e of every expert e in fp32, with fp32 sums; 0 for experts without rows.
 
@@ -43,27 +39,17 @@ def outer_product_sums(
     Args:
         end_E: the end of each expert's rows; rows from the last end on are not read.
         total: contiguous fp32 sums; the products are added to them in place, and they are returned.
-        grad_rows: the row of `grad` of each of the G rows, -1 for a row of zeros; None: `grad` has
-            the G rows.
-        x_rows: the same of `x`.
     """
-    validate(grad, x, end_E, total, grad_rows, x_rows)
+    validate(grad, x, end_E, total)
     shape = len(end_E), grad.shape[1], x.shape[1]
     out = torch.empty(shape, dtype=torch.float32, device=grad.device) if total is None else total
-    run(reference.outer_product_sums, grad, x, end_E, out, total is not None, grad_rows, x_rows)
+    run(reference.outer_product_sums, grad, x, end_E, out, total is not None)
     if total is not None:
         increment_version(total)  # a kernel of Triton does not tell autograd
     return out
 
 
-def validate(
-    grad: Tensor,
-    x: Tensor,
-    end_E: Tensor,
-    total: Tensor | None,
-    grad_rows: Tensor | None,
-    x_rows: Tensor | None,
-) -> None:
+def validate(grad: Tensor, x: Tensor, end_E: Tensor, total: Tensor | None) -> None:
     """Raise TypeError for dtypes, and ValueError for shapes that do not fit; values are not
     checked."""
     if grad.dtype not in DTYPES or x.dtype != grad.dtype:
@@ -71,14 +57,10 @@ def validate(
             f"grad is {grad.dtype}, x {x.dtype}: have to be the same, one of "
             f"{', '.join(map(str, DTYPES))}"
         )
-    num_rows = {
-        name: len(operand if rows is None else rows)
-        for name, operand, rows in (("grad", grad, grad_rows), ("x", x, x_rows))
-    }
-    if grad.dim() != 2 or x.dim() != 2 or num_rows["grad"] != num_rows["x"]:
+    if grad.dim() != 2 or x.dim() != 2 or len(grad) != len(x):
         raise ValueError(
-            f"grad has shape {tuple(grad.shape)} and {num_rows['grad']} rows of experts, x "
-            f"{tuple(x.shape)} and {num_rows['x']}: have to be matrices with equally many"
+            f"grad has shape {tuple(grad.shape)}, x {tuple(x.shape)}: have to be matrices with "
+            "equally many rows"
         )
     shape = len(end_E), grad.shape[1], x.shape[1]
     if total is not None and total.dtype != torch.float32:

@@ -6,22 +6,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from lather.device import Read, read
-from lather.kernels.gather.reference import gather_rows
 
 
 def outer_product_sums(
-    grad: Tensor,
-    x: Tensor,
-    end_E: Tensor,
-    out_EOI: Tensor,
-    accumulate: bool,
-    grad_rows: Tensor | None = None,
-    x_rows: Tensor | None = None,
+    grad_GO: Tensor, x_GI: Tensor, end_E: Tensor, out_EOI: Tensor, accumulate: bool
 ) -> None:
     """Write the fp32 product of each expert to `out_EOI`, or add it to what is there. Without rows
     an expert's product is 0, and a sum stays what it is."""
-    grad_GO = grad if grad_rows is None else gather_rows(grad, grad_rows)
-    x_GI = x if x_rows is None else gather_rows(x, x_rows)
     start = 0
     for out_OI, end in zip(out_EOI, read(end_E, Read.ENDS).tolist(), strict=True):
         product_OI = grad_GO[start:end].float().T @ x_GI[start:end].float()
