@@ -208,6 +208,13 @@ MUTATIONS = (
         "models/test_attention_pieces.py",
     ),
     Mutation(
+        "attention in pieces: gradients of keys copied in place of added up",
+        "models/attention_pieces.py",
+        "            total_BGKU.add_(part_BGKU)",
+        "            total_BGKU.copy_(part_BGKU)",
+        "models/test_sliced_attention.py",
+    ),
+    Mutation(
         "block masks: full for one of its queries",
         "models/block_masks.py",
         "first_BQx.amax(-1).unsqueeze(-1) <= start_K",

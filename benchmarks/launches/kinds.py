@@ -140,6 +140,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "exp_",
         "log",
         "log1p",
+        "logaddexp",
         "pow",
         "pow_",
         "sqrt",

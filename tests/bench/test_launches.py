@@ -76,16 +76,18 @@ def test_a_later_micro_batch_reads_the_sums_of_gradients_and_writes_no_more(
     assert 0 <= later["bytes_written"] - first["bytes_written"] < 1e7
 
 
-@pytest.mark.parametrize(("model", "most"), [("DeepSeek-V2-Lite", 17), ("Qwen3-30B-A3B", 18)])
+@pytest.mark.parametrize(("model", "most"), [("DeepSeek-V2-Lite", 49), ("Qwen3-30B-A3B", 50)])
 def test_context_ranks_launch_their_exchanges_and_wait_for_nothing(
     rows: dict[str, Any], model: str, most: int
 ) -> None:
     """An exchange is packed, sent and unpacked. Gathering, gathering again and the sum of the
-    gradients take 14 launches, flex attention in place of a kernel for causal attention of equally
-    many queries and keys 3 or 4 more: it is counted for the second model of a process, too."""
+    gradients take 14 launches, attention in pieces 35 or 36 more than one kernel for causal
+    attention of equally many queries and keys: 3 pieces forward, 6 backward, what merges outputs
+    and what adds up gradients."""
     alone = rows[f"an MoE block of {model}: forward and backward"]["total"]
     shared = rows[f"an MoE block of {model}, a context rank of 8: forward and backward"]["total"]
     assert shared["host_waits"] == 0
     assert 14 <= shared["launches"] - alone["launches"] <= most
     assert shared["unknown"] == {}
-    assert shared["predicted_ms"]["flex attention"] > 10
+    assert shared["predicted_ms"]["attention backward"] > 10
+    assert "flex attention" not in shared["predicted_ms"]

@@ -1,16 +1,21 @@
-"""Blocks of a context rank on a CUDA device against fp64 on the CPU: flex attention gets fewer
-queries than keys, and the gathered tensors are freed and given again. The ranks of a group are not
-there: two ranks in one process have the same tokens."""
+"""Blocks and attention of a context rank on a CUDA device against fp64 on the CPU: flex attention,
+and cuDNN's in pieces, get fewer queries than keys, and the gathered tensors are freed and given
+again. The ranks of a group are not there: two ranks in one process have the same tokens."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from bench.rehearsed_steps import COMMON
+from lather.models import attention_pieces, sliced_attention
+from lather.models.attention_kernels import attend
+from lather.models.context import Context
 from lather.models.decoder import Block
 from lather.models.families import FAMILIES, build_model
 from lather.models.moe import MoE
@@ -19,6 +24,7 @@ from lather.pipeline.chunk import ChunkTape, MicroBatch
 from lather.pipeline.model_part import Stage
 from lather.pipeline.segments import Segments
 from lather.pipeline.tape import Frees
+from lather.torch_private import TorchDispatchMode
 from models.context_twins import Twins, stops
 from models.tiny import FAMILY_TABLES, error, random_normal
 
@@ -52,8 +58,10 @@ def results(block: Block, dtype: torch.dtype, packed: bool, segments: Segments) 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "gpt_oss", "mixtral"])
 def test_a_context_rank_on_a_gpu_computes_what_a_cpu_does(
-    family: str, packed: bool, recompute: tuple[str, ...]
+    family: str, packed: bool, recompute: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In bf16 cuDNN attends to plain slices, although they are short."""
+    monkeypatch.setattr(sliced_attention, "SHORTEST", 1)
     sizes = {**COMMON, **FAMILY_TABLES[family].wide}
     model = build_model(FAMILIES[family].config(**sizes), torch.Generator().manual_seed(0))
     block = model.layers[-1]
@@ -65,3 +73,55 @@ def test_a_context_rank_on_a_gpu_computes_what_a_cpu_does(
     narrow = Segments(recompute=recompute, autocast=torch.bfloat16)
     for x, y in zip(results(on_gpu, torch.float32, packed, narrow), expected, strict=True):
         assert error(x, y) < 0.15
+
+
+class Called(TorchDispatchMode):
+    """Counts the calls of cuDNN's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _, _, name = func.name().partition("_scaled_dot_product_")
+        self.calls.update([name] if name.startswith("cudnn") else [])
+        return func(*args, **(kwargs or {}))
+
+
+def attended(tensors: list[Tensor], rank: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return the output and the gradients of plain causal attention of one of two context ranks, in
+    fp64, computed in another dtype; in fp64 that has a mask."""
+    q, k, v = (x.cuda().to(dtype).requires_grad_() for x in tensors)
+    context = Context(rank, 2)
+    layout = SequenceLayout(len(k), k.shape[1], k.device, context=context)
+    y = attend(context.local(q), k, v, layout)
+    gradients = torch.autograd.grad(y, (q, k, v), random_normal(*y.shape, seed=9).to(y))
+    return [x.detach().double() for x in (y, *gradients)]
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10),
+    reason="needs a GPU for which torch prefers cuDNN's attention",
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "sizes", [(1, 8, 2, 128, 128), (2, 4, 4, 192, 128), (2, 4, 4, 64, 64)], ids=str
+)
+def test_cudnn_attends_to_plain_slices_of_1024_tokens(
+    sizes: tuple[int, ...], rank: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward in pieces of at most 2048 keys."""
+    batch, heads, groups, width, value_width = sizes
+    monkeypatch.setattr(attention_pieces, "MOST_KEYS", 2048)
+    shapes = [(heads, width), (groups, width), (groups, value_width)]
+    exact = [
+        random_normal(batch, 4096, *shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes)
+    ]
+    attended(exact, rank, dtype)  # with the trial
+    with Called() as called:
+        actual = attended(exact, rank, dtype)
+    forward, backward = (3, 4) if rank == 0 else (4, 4)
+    assert called.calls == {"cudnn_attention": forward, "cudnn_attention_backward": backward}
+    for x, y in zip(actual, attended(exact, rank, torch.float64), strict=True):
+        assert error(x, y) < 2e-2

@@ -1,5 +1,6 @@
-"""Attention on a CPU without a mask of queries by keys: in pieces, each a call of torch's fused
-kernel for a block of queries and a slice of keys.
+"""Attention without a mask of queries by keys: in pieces, each a call of a fused kernel
+(`lather.models.piece_kernels`) for a block of queries and a slice of keys. A CPU attends so to
+whatever is not plain and causal, a GPU to the plain slices of context ranks.
 
 Every token attends to an interval of keys that ends with itself, because documents, windows and the
 slices of context ranks are all of that kind. The interval is cut where that saves a mask:
@@ -10,18 +11,23 @@ slices of context ranks are all of that kind. The interval is cut where that sav
 The pieces of a block are merged by their log-sum-exps. Backward needs no merging: with the output
 and the log-sum-exp of all keys, the kernel's backward gives each piece's part of the gradients
 (as in ring attention, Liu et al., arXiv:2310.01889). A sink (GPT-OSS, arXiv:2508.10925) is one more
-logit without a value, in the log-sum-exp alone. The trade-off: a piece costs a call, about 0.1 ms,
-so documents of few tokens take longer than one masked call for all would.
+logit without a value, in the log-sum-exp alone. The trade-off: a piece costs a call, about 0.1 ms
+on a CPU, so documents of few tokens take longer than one masked call for all would.
 
-Letters: B sequences, S queries, T keys, H heads, G key-value heads, N width of a query, key and
-value, Q queries of a block, K keys of a piece.
+Gradients of keys are added up in fp32, where many bands have the same keys. With plain slices a key
+is in two pieces at most: the sum of two is rounded once in any dtype, and needs no memory but for
+the gradients of one piece, of which a part is made at a time.
+
+Letters: B sequences, S queries, T keys, H heads, G key-value heads, N width of a query and key, U
+of a value, Q queries of a block, K keys of a piece.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +36,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lather.models.fused_attention import Register
+from lather.models.piece_kernels import ON_CPU, PieceKernels, PieceOptions
 from lather.shapes import Bool, Float
-from lather.torch_private import cpu_attention, cpu_attention_backward
 
 BLOCK = 64
 """Most queries of a band."""
+MOST_KEYS = 16384
+"""Most keys of a piece without causality or mask in backward, whose gradients are there twice until
+they are added up."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,10 @@ class Pieces:
     mask: Float[Tensor, "#b 1 q k"] | None
     """0 where a query of a masked piece attends to a key, -inf elsewhere, in the dtype of the
     queries; smaller pieces take its upper left corner. None: no piece is masked."""
+    num_nested: int = 0
+    """Number of keys, from the first on, to which the last block attends, if each of them is in one
+    of its pieces, and at most one other block attends to some of them, in one piece each; 0: pieces
+    are not like that."""
 
     @classmethod
     def of(
@@ -98,7 +111,7 @@ class Pieces:
             )
         )
         if not any(piece.masked for block in blocks for piece in block.pieces):
-            return cls(blocks, None)
+            return cls(blocks, None, _num_nested(segments_of_rows) if window is None else 0)
         assert window is not None
         distance_QK = torch.arange(BLOCK + window - 1, device=device) - torch.arange(
             BLOCK, device=device
@@ -117,6 +130,15 @@ class Pieces:
 def additive(mask: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
     """Return 0 where the mask is True, and -inf elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def _num_nested(segments_of_rows: Sequence[Sequence[Segment]]) -> int:
+    """Return `Pieces.num_nested` for these segments without a window."""
+    (segments,) = segments_of_rows if len(segments_of_rows) == 1 else ((),)
+    if not 1 <= len(segments) <= 2 or any(segment.first for segment in segments):
+        return 0
+    last = segments[-1]
+    return last.start + last.tokens.stop - last.tokens.start
 
 
 def _blocks_of(rows: slice, segment: Segment, window: int | None) -> Iterator[QueryBlock]:
@@ -146,22 +168,23 @@ def attend_in_pieces(
     scale: float,
     sinks_H: Float[Tensor, " h"] | None,
     register: Register | None = None,
+    kernels: PieceKernels = ON_CPU,
 ) -> Float[Tensor, "b h s u"]:
-    """Attend with torch's fused kernel for CPUs. Queries, keys and values have one dtype; of these,
-    the output and its log-sum-exps (B, H, S) backward needs no more. `register` gets the first
-    three, and the function that gives them the form that the kernel takes."""
-    width = max(q_BHSN.shape[-1], v_BGTU.shape[-1])
-    prepare = partial(_of_width, width=width)
+    """Attend with these kernels. Queries, keys and values have one dtype; of these, the output and
+    its log-sum-exps (B, H, S) backward needs no more. `register` gets the first three, and the
+    function that gives them the form that the kernel takes."""
+    width = max(q_BHSN.shape[-1], v_BGTU.shape[-1]) if kernels.equal_widths else 0
+    prepare = functools.partial(_of_width, width=width)
     q, k, v = map(prepare, (q_BHSN, k_BGTN, v_BGTU))
     if register is not None:
         register((q, k, v), prepare)
-    y_BHSN: Tensor = _InPieces.apply(q, k, v, sinks_H, pieces, scale)  # type: ignore[no-untyped-call]
-    return y_BHSN[..., : v_BGTU.shape[-1]]
+    y_BHSU: Tensor = _InPieces.apply(q, k, v, sinks_H, pieces, scale, kernels)  # type: ignore[no-untyped-call]
+    return y_BHSU[..., : v_BGTU.shape[-1]]
 
 
 def _of_width(x_BGTU: Tensor, width: int) -> Tensor:
-    """Return queries, keys or values as the kernel takes them: equally wide, and with neighboring
-    elements side by side, on which it relies without a check."""
+    """Return queries, keys or values as a kernel takes them: no narrower than `width`, and with
+    neighboring elements side by side, on which the CPU's relies without a check."""
     if x_BGTU.shape[-1] < width:
         return F.pad(x_BGTU, (0, width - x_BGTU.shape[-1]))
     return x_BGTU if x_BGTU.stride(-1) == 1 else x_BGTU.contiguous()
@@ -173,12 +196,13 @@ class _InPieces(torch.autograd.Function):
         ctx: Any,
         q_BHSN: Tensor,
         k_BGTN: Tensor,
-        v_BGTN: Tensor,
+        v_BGTU: Tensor,
         sinks_H: Tensor | None,
         pieces: Pieces,
         scale: float,
+        kernels: PieceKernels,
     ) -> Tensor:
-        y_BHSN = _by_token(q_BHSN)
+        y_BHSU = _by_token((*q_BHSN.shape[:3], v_BGTU.shape[-1]), q_BHSN)
         lse_BHS = q_BHSN.new_empty(q_BHSN.shape[:3], dtype=_wide(q_BHSN))
         for block in pieces.blocks:
             at = block.rows, slice(None), block.tokens
@@ -186,76 +210,132 @@ class _InPieces(torch.autograd.Function):
             for piece in block.pieces:
                 keys = block.rows, slice(None), piece.keys
                 options = _options(piece, block, pieces.mask, scale)
-                parts.append(cpu_attention(q_BHSN[at], k_BGTN[keys], v_BGTN[keys], **options))
-            y_BHSN[at], lse_BHS[at] = _merged(parts, sinks_H)
-        ctx.save_for_backward(q_BHSN, k_BGTN, v_BGTN, sinks_H, y_BHSN, lse_BHS)
-        ctx.pieces, ctx.scale = pieces, scale
-        return y_BHSN
+                parts.append(kernels.attend(q_BHSN[at], k_BGTN[keys], v_BGTU[keys], options))
+            _merge(parts, sinks_H, y_BHSU[at], lse_BHS[at])
+        ctx.save_for_backward(q_BHSN, k_BGTN, v_BGTU, sinks_H, y_BHSU, lse_BHS)
+        ctx.pieces, ctx.scale, ctx.kernels = pieces, scale, kernels
+        return y_BHSU
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BHSN: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHSN, k_BGTN, v_BGTN, sinks_H, y_BHSN, lse_BHS = ctx.saved_tensors
-        grad_BHSN = grad_BHSN if grad_BHSN.stride(-1) == 1 else grad_BHSN.contiguous()
-        wide, mask = _wide(q_BHSN), ctx.pieces.mask
-        dq_BHSN = _by_token(q_BHSN)
-        dk_BGTN, dv_BGTN = (_by_token(x, wide).zero_() for x in (k_BGTN, v_BGTN))
-        for block in ctx.pieces.blocks:
+    def backward(ctx: Any, grad_BHSU: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHSN, k_BGTN, v_BGTU, sinks_H, y_BHSU, lse_BHS = ctx.saved_tensors
+        pieces: Pieces = ctx.pieces
+        grad_BHSU = grad_BHSU if grad_BHSU.stride(-1) == 1 else grad_BHSU.contiguous()
+        dq_BHSN = _by_token(q_BHSN.shape, q_BHSN)
+        of_keys, of_values = (_KeyGradient(x, pieces) for x in (k_BGTN, v_BGTU))
+        for block in reversed(pieces.blocks):
             at = block.rows, slice(None), block.tokens
-            q, y, lse, grad = (x[at] for x in (q_BHSN, y_BHSN, lse_BHS, grad_BHSN))
-            dq_pieces = []
-            for piece in block.pieces:
+            q, y, grad = (x[at] for x in (q_BHSN, y_BHSU, grad_BHSU))
+            lse, dq_pieces = lse_BHS[at].contiguous(), []
+            for piece in itertools.chain.from_iterable(map(_cut, block.pieces)):
                 keys = block.rows, slice(None), piece.keys
-                options = _options(piece, block, mask, ctx.scale)
-                dq, dk, dv = cpu_attention_backward(
-                    grad, q, k_BGTN[keys], v_BGTN[keys], y, lse, **options
+                options = _options(piece, block, pieces.mask, ctx.scale)
+                dq, dk, dv = ctx.kernels.differentiate(
+                    grad, q, k_BGTN[keys], v_BGTU[keys], y, lse, options
                 )
                 dq_pieces.append(dq)
-                dk_BGTN[keys] += dk
-                dv_BGTN[keys] += dv
-            dq_BHSN[at] = torch.stack(dq_pieces).sum(0) if len(dq_pieces) > 1 else dq_pieces[0]
-        dsinks_H = None
-        if sinks_H is not None:
-            delta_BHS = (grad_BHSN * y_BHSN.to(wide)).sum(-1)
-            share_BHS = (sinks_H.to(wide)[:, None] - lse_BHS).exp()
-            dsinks_H = -(share_BHS * delta_BHS).sum((0, 2)).to(sinks_H.dtype)
-        dk_BGTN, dv_BGTN = dk_BGTN.to(k_BGTN.dtype), dv_BGTN.to(v_BGTN.dtype)
-        return dq_BHSN, dk_BGTN, dv_BGTN, dsinks_H, None, None
+                of_keys.add(block, keys, dk)
+                of_values.add(block, keys, dv)
+                del dk, dv  # before the next piece's are made
+            _write_sum(dq_pieces, dq_BHSN[at])
+        dsinks_H = _gradient_of_sinks(sinks_H, grad_BHSU, y_BHSU, lse_BHS)
+        return dq_BHSN, of_keys.total(), of_values.total(), dsinks_H, None, None, None
 
 
-def _options(
-    piece: KeyPiece, block: QueryBlock, mask: Tensor | None, scale: float
-) -> dict[str, Any]:
-    """Return the kernel's options for a piece."""
+def _options(piece: KeyPiece, block: QueryBlock, mask: Tensor | None, scale: float) -> PieceOptions:
+    """Return the kernels' options for a piece."""
     corner = None
     if piece.masked:
         assert mask is not None
         num_queries = block.tokens.stop - block.tokens.start
         corner = mask[..., :num_queries, : piece.keys.stop - piece.keys.start]
-    return {"dropout_p": 0.0, "is_causal": piece.causal, "attn_mask": corner, "scale": scale}
+    return PieceOptions(piece.causal, corner, scale)
 
 
-def _merged(
-    parts: list[tuple[Tensor, Tensor]], sinks_H: Tensor | None
-) -> tuple[Float[Tensor, "b h q n"], Float[Tensor, "b h q"]]:
-    """Return the output and the log-sum-exp of all keys from those of each piece."""
-    if len(parts) == 1 and sinks_H is None:
-        return parts[0]
-    logits = [lse_BHQ for _, lse_BHQ in parts]
+def _merge(
+    parts: list[tuple[Tensor, Tensor]], sinks_H: Tensor | None, y_BHQU: Tensor, lse_BHQ: Tensor
+) -> None:
+    """Write the output and the log-sum-exp of all keys, from those of one piece or two."""
+    logits = [part_BHQ for _, part_BHQ in parts]
     if sinks_H is not None:
-        logits.append(sinks_H.to(logits[0].dtype)[:, None].expand_as(logits[0]))
-    lse_BHQ = torch.stack(logits).logsumexp(0)
-    weighted = [
-        y_BHQN * (part_BHQ - lse_BHQ).exp().unsqueeze(-1)
-        for (y_BHQN, _), part_BHQ in zip(parts, logits, strict=False)
-    ]
-    return torch.stack(weighted).sum(0) if len(weighted) > 1 else weighted[0], lse_BHQ
+        logits.append(sinks_H.to(lse_BHQ.dtype)[:, None])
+    if len(logits) == 1:
+        y_BHQU.copy_(parts[0][0])
+        lse_BHQ.copy_(logits[0])
+        return
+    *others, last = logits
+    torch.logaddexp(functools.reduce(torch.logaddexp, others), last, out=lse_BHQ)
+    terms = [(y, (part_BHQ - lse_BHQ).exp().unsqueeze(-1)) for y, part_BHQ in parts]
+    if len(terms) == 1:
+        torch.mul(*terms[0], out=y_BHQU)
+    else:  # the weights, and so the first term, are wide; the sum is rounded once
+        torch.addcmul(torch.mul(*terms[0]), *terms[1], out=y_BHQU)
 
 
-def _by_token(like_BHSN: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor of the same shape whose memory has the order of B, S, H, N."""
-    b, h, s, n = like_BHSN.shape
-    return like_BHSN.new_empty((b, s, h, n), dtype=dtype or like_BHSN.dtype).transpose(1, 2)
+class _KeyGradient:
+    """The gradient of keys or values, a sum over pieces; the head of this file says in which
+    dtype."""
+
+    def __init__(self, x_BGTU: Tensor, pieces: Pieces) -> None:
+        self._pieces, self._dtype = pieces, x_BGTU.dtype
+        dtype = self._dtype if pieces.num_nested else _wide(x_BGTU)
+        self._total = _by_token(x_BGTU.shape, x_BGTU, dtype)
+        rest = self._total[:, :, pieces.num_nested :]
+        if rest.numel():
+            rest.zero_()
+
+    def add(self, block: QueryBlock, keys: tuple[slice, slice, slice], part_BGKU: Tensor) -> None:
+        """Add the gradient of a block's piece; the last block comes first."""
+        total_BGKU = self._total[keys]
+        if self._pieces.num_nested and block is self._pieces.blocks[-1]:
+            total_BGKU.copy_(part_BGKU)
+        else:
+            total_BGKU.add_(part_BGKU)
+
+    def total(self) -> Tensor:
+        """Return the sum, in the dtype of the keys."""
+        return self._total.to(self._dtype)
+
+
+def _cut(piece: KeyPiece) -> Iterator[KeyPiece]:
+    """Yield a piece in parts of at most `MOST_KEYS` keys, if any part of it is a piece."""
+    first, stop = piece.keys.start, piece.keys.stop
+    if piece.causal or piece.masked:
+        yield piece
+    else:
+        for start in range(first, stop, MOST_KEYS):
+            yield KeyPiece(slice(start, min(start + MOST_KEYS, stop)))
+
+
+def _write_sum(parts: list[Tensor], out: Tensor) -> None:
+    """Write the sum of the parts of a gradient, rounded once."""
+    *others, last = parts
+    if not others:
+        out.copy_(last)
+        return
+    total = others[0]
+    if len(others) > 1:
+        total = total.to(_wide(total), copy=True)
+        for part in others[1:]:
+            total.add_(part)
+    torch.add(total, last, out=out)
+
+
+def _gradient_of_sinks(
+    sinks_H: Tensor | None, grad_BHSU: Tensor, y_BHSU: Tensor, lse_BHS: Tensor
+) -> Tensor | None:
+    if sinks_H is None:
+        return None
+    delta_BHS = (grad_BHSU * y_BHSU.to(lse_BHS.dtype)).sum(-1)
+    share_BHS = (sinks_H.to(lse_BHS.dtype)[:, None] - lse_BHS).exp()
+    return -(share_BHS * delta_BHS).sum((0, 2)).to(sinks_H.dtype)
+
+
+def _by_token(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty tensor of a shape (B, H, S, N) whose memory has the order of B, S, H, N."""
+    b, h, s, n = shape
+    return like.new_empty((b, s, h, n), dtype=dtype or like.dtype).transpose(1, 2)
 
 
 def _wide(x: Tensor) -> torch.dtype:

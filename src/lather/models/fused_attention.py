@@ -133,8 +133,12 @@ class Case:
         return torch.ones(sizes, dtype=torch.bool, device=self.device) if self.masked else None
 
     def runs(self, form: Form) -> bool:
-        """Attend once with a row of zeros in this form, forward and, with gradients, backward.
-        Return whether that passes; if it does not, warn. A lack of memory is raised instead."""
+        """Try a form. Return whether that passes; see `passes`."""
+        return self.passes(lambda operands: attend_in(form, operands, self._mask(), 1.0, None))
+
+    def passes(self, attend: Callable[[Operands], Tensor]) -> bool:
+        """Attend once with a row of zeros, forward and, with gradients, backward. Return whether
+        that passes; if it does not, warn. A lack of memory is raised instead."""
         operands = []
         for shape, strides in zip(self.shapes, self.strides, strict=True):
             row = max(size * stride for size, stride in zip(shape, strides, strict=True))
@@ -145,7 +149,7 @@ class Case:
         q, k, v = operands
         try:
             with saved_tensors_hooks(lambda x: x, lambda x: x):  # so that a trial is not profiled
-                y = attend_in(form, (q, k, v), self._mask(), 1.0, None)
+                y = attend((q, k, v))
                 if self.gradients:
                     torch.autograd.grad(y, operands, torch.zeros_like(y))
         except torch.OutOfMemoryError:

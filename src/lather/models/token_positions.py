@@ -3,8 +3,8 @@ attention derives from them.
 
 They are computed once per forward pass and shared by all layers. Plain causal attention of whole
 sequences needs no mask. With windows, documents and slices each token attends to an interval of
-keys, of which attention's pieces on a CPU, and flex attention's block mask on CUDA, are made for
-each distinct window, without (S, T) elements.
+keys, of which attention's pieces, and flex attention's block mask on CUDA, are made for each
+distinct window, without (S, T) elements.
 
 Under context parallelism a layout has the tokens of a rank's slices, with the positions, documents
 and indices that they have in the whole sequences; keys are those of the whole sequences.
@@ -247,6 +247,12 @@ class SequenceLayout:
         its row."""
         are_the_tokens = self.start == 0 and self.context is None
         return are_the_tokens and not self._rows_differ() and self._effective(window) is None
+
+    def is_sliced(self, window: int | None) -> bool:
+        """Tell whether the tokens are a context rank's slices, and every token attends to all
+        earlier tokens of its row."""
+        is_divided = self.context is not None and self.cache is None
+        return is_divided and not self._rows_differ() and self._effective(window) is None
 
     def _rows_differ(self) -> bool:
         """Tell whether the rows of the batch have different masks."""
