@@ -88,6 +88,13 @@ MUTATIONS = (
         "kernels/test_unit_norm.py",
     ),
     Mutation(
+        "kernels: the gradient of a shared key leaves out most heads",
+        "kernels/rotary/triton.py",
+        "first += tl.load(from_shared + both[None, :], mask=inside, other=0.0).to(WIDE)",
+        "first = tl.load(from_shared + both[None, :], mask=inside, other=0.0).to(WIDE)",
+        "kernels/test_rotary_parts.py",
+    ),
+    Mutation(
         "sharded: updates reach the first of several copies",
         "optim/sharded/exchange.py",
         "[(unit.owner, position) for position in positions]",
@@ -223,9 +230,9 @@ MUTATIONS = (
     ),
     Mutation(
         "models: heads keep only the columns that are rotated",
-        "models/rotary.py",
-        "halves=not self.interleaved), rest), dim=-1)",
-        "halves=not self.interleaved), torch.zeros_like(rest)), dim=-1)",
+        "kernels/rotary/reference.py",
+        "(turned_BSHR, rest_BSHN), dim=-1)",
+        "(turned_BSHR, torch.zeros_like(rest_BSHN)), dim=-1)",
         "models/test_grouped_query.py",
     ),
     Mutation(

@@ -192,15 +192,28 @@ def _rms_norm(s: ModelSizes) -> Calls:
 
 
 def _rotary(s: ModelSizes) -> Calls:
-    from lather.kernels.rotary.triton import turn
+    from lather.kernels.rotary.triton import join_keys, keys_gradient, turn
 
-    for width, rotary, halves in ((192, 64, False), (128, 128, True)):
+    # heads of latent attention, whole heads, and heads of which the first columns are rotated
+    for width, rotary, halves in ((192, 64, False), (128, 128, True), (256, 64, True)):
         heads, table = (
-            _on_meta(1, s.t, 16, width, dtype=s.dtype)[..., width - rotary :],
+            _on_meta(1, s.t, 16, width, dtype=s.dtype),
             _floats(1, s.t, rotary // 2),
         )
+        options = {"halves": halves, "last": width == 192}
         for back in (False, True):
-            yield turn, heads, table, table, {"halves": halves, "back": back}
+            yield turn, heads, table, table, {**options, "back": back}
+    # DeepSeek-V2 has pairs of neighbors, DeepSeek-V3 may have halves; 128 heads need a loop
+    for num_heads, halves in ((16, False), (128, True)):
+        heads, values, table = (
+            _on_meta(1, s.t, num_heads, 192, dtype=s.dtype),
+            _on_meta(1, s.t, num_heads, 128, dtype=s.dtype),
+            _floats(1, s.t, 32),
+        )
+        shared = _on_meta(1, s.t, 576, dtype=s.dtype)[..., 512:]
+        keys = _on_meta(1, s.t, num_heads, 256, dtype=s.dtype)[..., :128]
+        yield join_keys, keys, shared, table, table, {"halves": halves}
+        yield keys_gradient, heads, values, table, table, {"halves": halves}
 
 
 def _route(s: ModelSizes) -> Calls:

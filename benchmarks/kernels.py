@@ -33,7 +33,7 @@ from lather.kernels.momentum import nesterov_
 from lather.kernels.narrow_weights import change_
 from lather.kernels.quantized import dequantize, num_blocks, quantize_
 from lather.kernels.rms_norm import rms_norm
-from lather.kernels.rotary import rotate_pairs
+from lather.kernels.rotary import join_shared_key, rotate_pairs, rotate_part
 from lather.kernels.stochastic_rounding import round_to_bf16
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
 from lather.kernels.symmetric_product import add_symmetric_product
@@ -212,6 +212,25 @@ def _rotary(s: KernelSizes, device: torch.device) -> KernelCase:
     heads, angles = draw.normal(1, s.t, s.d // 128, 192)[..., 128:], 6 * draw.uniform(1, s.t, 32)
     cos, sin = angles.cos(), angles.sin()
     return KernelCase("rotary", lambda: rotate_pairs(heads, cos, sin), 2 * 2 * heads.numel())
+
+
+def _latent_heads(s: KernelSizes, device: torch.device) -> KernelCase:
+    """Make the case of queries and keys of latent attention, which are rotated in a part; of eight
+    sequences, because one takes the host longer than the device."""
+    draw, b, heads = _Draw(s, device), 8, s.d // 128
+    query, kv = (draw.normal(b, s.t, heads, width).requires_grad_() for width in (192, 256))
+    shared, angles = draw.normal(b, s.t, 64).requires_grad_(), 6 * draw.uniform(1, s.t, 32)
+    tables = angles.cos(), angles.sin()
+    grads = tuple(draw.normal(b, s.t, heads, width) for width in (192, 192, 128))
+
+    def run() -> tuple[Tensor, ...]:
+        q = rotate_part(query, *tables, halves=False, last=True)
+        k, v = join_shared_key(kv, shared, *tables, halves=False, size=128)
+        return q, k, *torch.autograd.grad((q, k, v), (query, kv, shared), grads)
+
+    columns = 4 * 192 + (128 + 192) + (192 + 128 + 256)
+    name = "heads of latent attention (forward and backward)"
+    return KernelCase(name, run, 2 * b * s.t * heads * columns)
 
 
 def _gather(s: KernelSizes, device: torch.device) -> KernelCase:
@@ -405,6 +424,7 @@ CASES: dict[str, Callable[[KernelSizes, torch.device], KernelCase]] = {
         _gate_backward,
         _rms_norm,
         _rotary,
+        _latent_heads,
         _gather,
         _add_rows,
         _outer_product_sums,

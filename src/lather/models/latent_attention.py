@@ -172,22 +172,15 @@ class MultiHeadLatentAttention(GatheringAttention):
         self, query_BSx: Float[Tensor, "b s x"], *tables: Table
     ) -> Float[Tensor, "b s h n"]:
         """Return the queries of each head, rotated."""
-        q_BSHN, q_BSHR = self._split_query(query_BSx)
-        return torch.cat((q_BSHN, self.rotary.rotate(q_BSHR, *tables)), dim=-1)
-
-    def _split_query(self, query_BSx: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the parts of each head's query without and with rotary embedding."""
         query_BSHx = query_BSx.unflatten(-1, (self.num_heads, -1))
-        return query_BSHx.split((self.nope, self.rotary.size), dim=-1)
+        return self.rotary.rotate(query_BSHx, *tables, last=True)
 
     def keys_and_values(
         self, kv_BSx: Float[Tensor, "b s y"], k_BSR: Float[Tensor, "b s r"], *tables: Table
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
         """Return keys and values of each head."""
         kv_BSHx = kv_BSx.unflatten(-1, (self.num_heads, -1))
-        k_BSHN, v_BSHU = kv_BSHx.split((self.nope, kv_BSHx.shape[-1] - self.nope), dim=-1)
-        k_BSHR = self.rotary.rotate(k_BSR.unsqueeze(2), *tables).expand(-1, -1, self.num_heads, -1)
-        return torch.cat((k_BSHN, k_BSHR), dim=-1), v_BSHU
+        return self.rotary.join_shared_key(kv_BSHx, k_BSR, *tables, size=self.nope)
 
     @property
     def head_rows(self) -> dict[str, int]:
@@ -222,9 +215,11 @@ class MultiHeadLatentAttention(GatheringAttention):
             0, (self.num_heads, -1)
         )
         k_HNL, v_HUL = kv_HxL.split((self.nope, kv_HxL.shape[1] - self.nope), dim=1)
-        q_BSHN, q_BSHR = self._split_query(query_BSx)
+        q_BSHN, q_BSHR = self.queries(query_BSx, *tables).split(
+            (self.nope, self.rotary.size), dim=-1
+        )
         q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHN, k_HNL)
-        query = torch.cat((q_BSHL, self.rotary.rotate(q_BSHR, *tables)), dim=-1)
+        query = torch.cat((q_BSHL, q_BSHR), dim=-1)
         key = torch.cat(
             (latent_BSL.unsqueeze(2), self.rotary.rotate(k_BSR.unsqueeze(2), *tables)), dim=-1
         )

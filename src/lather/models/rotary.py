@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lather.errors import require
-from lather.kernels.rotary import rotate
+from lather.kernels.rotary import join_shared_key, rotate_part
 from lather.shapes import Float, Int
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -170,7 +170,7 @@ class Rotary:
     """The rotary embedding of a head; layers with equal instances share their tables."""
 
     size: int
-    """Rotary width of a head, its first columns; even."""
+    """Rotary width of a head; even."""
     theta: float
     """Base of the frequencies."""
     scaling: YarnConfig | Llama3RopeConfig | None = None
@@ -196,10 +196,22 @@ class Rotary:
         return angles_BSP.cos() * magnitude, angles_BSP.sin() * magnitude
 
     def rotate(
-        self, x_BSHN: Float[Tensor, "b s h n"], *tables: Float[Tensor, "#b s p"]
+        self,
+        x_BSHN: Float[Tensor, "b s h n"],
+        *tables: Float[Tensor, "#b s p"],
+        last: bool = False,
     ) -> Float[Tensor, "b s h n"]:
-        """Rotate the first R columns of each head by the angles of these cosines and sines."""
-        if self.size == x_BSHN.shape[-1]:
-            return rotate(x_BSHN, *tables, halves=not self.interleaved)
-        rotated, rest = x_BSHN.tensor_split((self.size,), dim=-1)
-        return torch.cat((rotate(rotated, *tables, halves=not self.interleaved), rest), dim=-1)
+        """Rotate the first R columns of each head, or with `last` the last R, by the angles of
+        these cosines and sines; the others are copied."""
+        return rotate_part(x_BSHN, *tables, halves=not self.interleaved, last=last)
+
+    def join_shared_key(
+        self,
+        kv_BSHx: Float[Tensor, "b s h x"],
+        k_BSR: Float[Tensor, "b s r"],
+        *tables: Float[Tensor, "#b s p"],
+        size: int,
+    ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h u"]]:
+        """Return keys and values: `size` columns of each head, behind them the key that all heads
+        share, rotated by the angles of these cosines and sines; and the other columns."""
+        return join_shared_key(kv_BSHx, k_BSR, *tables, halves=not self.interleaved, size=size)
