@@ -26,9 +26,9 @@ FOLDER = ROOT / "tests/gpu"
 OPTIONS = ("-v", "-c", str(FOLDER / "alone.ini"), "--rootdir", str(ROOT), "--noconftest")
 """The suite's conftest is left out: it checks shapes and needs packages for developers."""
 
-DIVIDED = {"context_cuda": ("deepseek_v2", "qwen3_moe", "gpt_oss", "mixtral")}
+DIVIDED = {"context_cuda": ("deepseek_v2", "qwen3_moe", "gpt_oss", "mixtral", "cudnn")}
 """Words, one of which is in the name of every test of the file; each gets a process. The tests of
-context_cuda compile flex attention: on an H200, 70 to 90 s for each word."""
+context_cuda compile flex attention: on an H200, 70 to 90 s for each family."""
 
 OUTCOME = re.compile(r"(FAILED|ERROR) |=+ .* in \d")
 """Matches the lines of a process that tell how its tests ended."""
