@@ -100,7 +100,7 @@ def _kernels(rows: Sequence[Row]) -> str:
 def _refresh(rows: Sequence[Row]) -> str:
     return ", ".join(
         f"{row['config']['hidden']} / {row['config']['mlp']}: {row['share']:.0%} of the rate of "
-        f"fp32 products (goal {row['goal']:.0%}), {row['times_as_fast']:.1f} x as fast, "
+        f"products (goal {row['goal']:.0%}), {row['times_as_fast']:.1f} x as fast, "
         f"{measured_ms(row):.1f} ms{beside(row)}"
         for row in rows
     )

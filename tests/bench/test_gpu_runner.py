@@ -213,7 +213,7 @@ def test_the_summary_says_what_became_of_each_part(runner: Runner, tmp_path: Pat
         ["never", "not run"],
         ["old", "done, by other code"],
     ]
-    numbers = "80% of the rate of fp32 products (goal 75%), 2.3 x as fast, 12.3 ms"
+    numbers = "80% of the rate of products (goal 75%), 2.3 x as fast, 12.3 ms"
     assert lines[0][3] == f"4 / 8: {numbers}"
     assert lines[1][3] == "before"
     assert json.loads((tmp_path / "rows.jsonl").read_text()) == row

@@ -18,6 +18,9 @@ from benchmarks.gpu.refresh import (
     transformer_factors,
 )
 from benchmarks.gpu.work import Settings
+from benchmarks.launches.command import count
+from benchmarks.launches.counter import Counter
+from benchmarks.launches.gpu_cases import refresh_case
 from lather.optim.linalg import orthogonal
 
 CPU = torch.device("cpu")
@@ -75,6 +78,20 @@ def test_flops_are_those_of_the_products_and_factorizations(
     with CountedFlops() as counted:
         refresh_batched_by_lather([factors])
     assert counted.flops / n**3 == pytest.approx(2 + 19 / 3 + 7 / 4 + 3 / 16, rel=0.01)
+
+
+def test_split_products_are_priced_as_bf16_and_their_flops_counted_apart() -> None:
+    """Three of them take the place of a product in fp32; the refresh is that of a GPU."""
+    (row,) = count(refresh_case(512, 1024))
+    total = row["total"]
+    assert not total["unknown"]
+    assert 0 < total["predicted_ms"]["fp32 GEMM"] < total["predicted_ms"]["GEMM"]
+    with Counter() as counter, CountedFlops() as counted:
+        k, q = (torch.empty(2, 1024, 1024, device=counter.device) for _ in range(2))
+        refresh_batched_by_lather([Factors(k, q)])
+    flops_in_fp32 = (2 + 19 / 3 + 7 / 4 + 3 / 16) * 2 * 1024**3
+    assert counted.flops + counted.bf16_flops / 3 == pytest.approx(flops_in_fp32, rel=0.01)
+    assert counted.bf16_flops / 3 > 0.75 * flops_in_fp32
 
 
 def test_the_share_is_that_of_the_rate_of_products() -> None:

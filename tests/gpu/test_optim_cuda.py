@@ -8,6 +8,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP
+from lather.optim.linalg import split_products
+from lather.optim.linalg.eigenbasis import iterate
+from lather.optim.linalg.split_products import SPLIT_ERROR, is_split, operand, split_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -201,3 +204,41 @@ def test_the_host_does_not_wait_for_a_refresh_beside_the_forward() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     optimizer.state_dict()
+
+
+@pytest.mark.parametrize("power", [1, 2, 4])
+@pytest.mark.parametrize("n", [512, 1024])
+def test_split_refreshes_are_orthonormal_and_as_diagonal_as_in_true_fp32(
+    n: int, power: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(n)
+    x = torch.randn(4, n, n, generator=generator, device="cuda", dtype=torch.float64)
+    noise = torch.randn(4, n, n, generator=generator, device="cuda", dtype=torch.float64)
+    u = torch.linalg.qr(x).Q
+    w = torch.arange(1, n + 1, device="cuda").double() ** -power
+    k, q = ((u * w) @ u.mT).float(), torch.linalg.qr(u + 0.05 / n**0.5 * noise).Q.float()
+    assert is_split(k)
+    left = []
+    for split in (True, False):
+        if not split:
+            monkeypatch.setattr(split_products, "LEAST_SIZE", 2 * n)
+        found, _, failed = iterate(k, q, 1, "root_qr")
+        assert not failed.any()
+        basis = found.double()
+        off = basis.mT @ basis - torch.eye(n, device="cuda")
+        assert float(off.abs().max()) <= 1e-5
+        rotated = basis.mT @ k.double() @ basis
+        rest = rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))
+        left.append(float(rest.norm() / rotated.norm()))
+    assert left[0] <= 1.02 * left[1] + 1e-4
+
+
+@pytest.mark.parametrize("n", [512, 1024])
+def test_the_error_of_a_split_product_is_as_stated(n: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(n)
+    a, b = (torch.randn(4, n, n, generator=generator, device="cuda") for _ in range(2))
+    expected = a.double() @ b.double()
+    found = torch.empty(4, 2 * n, n, device="cuda")[:, n:]  # rows of larger matrices
+    split_product(operand(a, split=True), operand(b.mT, split=True).mT, out=found)
+    error = (found.double() - expected).norm() / expected.norm()
+    assert 0.5 * SPLIT_ERROR < float(error) < 1.2 * SPLIT_ERROR

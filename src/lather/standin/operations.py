@@ -21,11 +21,15 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "addmm": lambda total, a, b, out_dtype=None, *, out=None, **scales: (
         a.new_empty((len(a), b.shape[1]), dtype=out_dtype or a.dtype) if out is None else out
     ),
+    "baddbmm": lambda total, a, b, out_dtype=None, *, out=None, **scales: (
+        a.new_empty((*a.shape[:2], b.shape[2]), dtype=out_dtype or a.dtype) if out is None else out
+    ),
     "_fused_sgd_": lambda *tensors, **options: None,
     "geqrf": lambda a: (torch.empty_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))),
 }
 """Results of operations for which torch has no shape function on the meta device, or not for all
-dtypes that the CPU accepts. (That of `addmm` fails for `out_dtype` in torch 2.11.)"""
+dtypes that the CPU accepts. (Those of `addmm` and `baddbmm` fail for `out_dtype`, the former in
+torch 2.11.)"""
 TAKE_INDICES = frozenset(["index", "index_put_", "index_put", "_index_put_impl_"])
 READS = frozenset(["_local_scalar_dense", "nonzero"])
 """Operations whose result, or its size, depends on values of a tensor."""
@@ -66,7 +70,7 @@ def nbytes(x: Tensor) -> int:
 
 
 SUMMED_PRODUCTS = frozenset(["addmm", "addmm_", "baddbmm", "baddbmm_"])
-"""Products that are added to a sum; torch's formulas reject those with `out_dtype`."""
+"""Products that are added to a sum; torch's formulas reject `out_dtype` for these and `bmm`."""
 ATTENTION = "_scaled_dot_product_"
 """Prefix of the names of fused attention. The formulas of torch 2.11 reject fewer heads of keys
 than of queries."""
@@ -75,7 +79,7 @@ than of queries."""
 def flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     """Return the flops of products, attention and factorizations; causal masks save nothing, and
     elementwise work counts nothing."""
-    is_ours = name.startswith(ATTENTION) or name in SUMMED_PRODUCTS
+    is_ours = name.startswith(ATTENTION) or name in SUMMED_PRODUCTS or name == "bmm"
     formula = None if is_ours else flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula else _other_flops(name, args)
 
@@ -97,6 +101,8 @@ def _other_flops(name: str, args: Sequence[Any]) -> int:
         return 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
     if name in SUMMED_PRODUCTS:
         return 2 * args[1].numel() * args[2].shape[-1]
+    if name == "bmm":
+        return 2 * args[0].numel() * args[1].shape[-1]
     if name == "linalg_solve_triangular":
         return args[1].numel() * args[0].shape[-1]
     if name in (

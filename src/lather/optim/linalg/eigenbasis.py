@@ -13,6 +13,13 @@ the sum is kept) or by re-ordering with the columns ("permute").
 Bases do not depend on the scale of K, but its elements are squares of gradients, and their squares
 leave the range of fp32 for gradients of 1e-10. K is therefore divided by a power of two first,
 which changes no bit of the basis.
+
+Precision: on a GPU the products K Q of large factors are split
+(`lather.optim.linalg.split_products`) in refreshes by "root_qr", the default there; those by "qr",
+which repeat what failed, and by "cholesky_qr" multiply in true fp32. The error of split products is
+5e-6 of |K|, spread over all elements: eigenvectors whose eigenvalues are below 1e-6 of |K| turn
+more slowly, because `root_lift` covers the error. The products for eigenvalues and moments stay in
+true fp32: an optimizer divides by the former, and a moment's errors add up over its refreshes.
 """
 
 from __future__ import annotations
@@ -25,8 +32,20 @@ from torch import Tensor
 
 from lather.device import Read, is_cpu, is_gpu, is_true
 from lather.optim.linalg.kronecker import apply_transposed
-from lather.optim.linalg.orthogonal import orthonormal_rows, pick_refresh_method, root_rows
+from lather.optim.linalg.orthogonal import (
+    orthonormal_rows,
+    pick_refresh_method,
+    root_lift,
+    root_rows,
+)
 from lather.optim.linalg.scale import near_one
+from lather.optim.linalg.split_products import (
+    Operand,
+    SplitMatrix,
+    is_split,
+    operand,
+    split_product,
+)
 from lather.shapes import Bool, Float, Int
 
 logger = logging.getLogger(__name__)
@@ -130,24 +149,30 @@ def iterate(
     is_auto, k = method == "auto", near_one(k)
     if is_auto:
         method = pick_refresh_method(k.shape[-1], k.device)
-    rows = q.mT @ k
+    by_root = method == "root_qr"
+    split = by_root and is_split(k)
+    k_operand, q_rows = operand(k, split=split), operand(q.mT, split=split)
+    rows = split_product(q_rows, k_operand)
     w = (rows.mT * q).sum(-2)
     order = w.argsort(dim=-1, descending=True, stable=True)
     by_qr = _is_hard(rows, w) if is_auto and method == "cholesky_qr" else None
     rows = _select_rows(rows, order)
-    by_root = method == "root_qr"
     if by_root:
-        q_rows, norm = _select_rows(q.mT, order), torch.linalg.vector_norm(k, dim=(1, 2))
+        q_rows = _select_operand_rows(q_rows, order)
+        lift = root_lift(k, q.mT, split=split).gather(1, order)
     failed: Tensor | None = None
     for remaining in reversed(range(power_iter_steps)):
         if by_root:
-            rows, failed_now = orthonormal_rows(root_rows(rows, q_rows, norm), "cholesky_qr")
-            q_rows = rows
+            rows = root_rows(rows, q_rows, lift)
+            rows, failed_now = orthonormal_rows(rows, "cholesky_qr", split=split)
         else:
             rows, failed_now = _orthonormal_rows(rows, method, by_qr)
         failed = failed_now if failed is None else failed | failed_now
         if remaining:
-            rows = rows @ k
+            if by_root:
+                lift = root_lift(k, rows, split=split)
+            q_rows = operand(rows, split=split)
+            rows = split_product(q_rows, k_operand)
     assert failed is not None
     return rows.mT, order, failed
 
@@ -177,6 +202,13 @@ def _select_rows(x: Tensor, order: Tensor) -> Tensor:
     b, n, k = x.shape
     first = torch.arange(0, b * n, n, device=x.device).unsqueeze(1)
     return x.reshape(b * n, k).index_select(0, (order + first).flatten()).view(b, n, k)
+
+
+def _select_operand_rows(x: Operand, order: Tensor) -> Operand:
+    """Do the same as `_select_rows` with an operand of products."""
+    if isinstance(x, SplitMatrix):
+        return x.map(lambda part: _select_rows(part, order))
+    return _select_rows(x, order)
 
 
 def rayleigh_quotients(
