@@ -43,7 +43,8 @@ def test_codes_have_the_bits_of_the_cpu(shape: tuple[int, ...], code: Code) -> N
         scales = torch.empty(*shape[:-1], num_blocks(shape[-1]), device=device)
         for step, stochastic in ((7, True), (2**40, False)):
             quantize_(x.to(device), codes, scales, step, code=code, stochastic=stochastic)
-            results.append((codes.cpu(), scales.cpu(), dequantize(codes, scales, code=code).cpu()))
+            values = dequantize(codes, scales, code=code)
+            results.append(tuple(x.cpu().clone() for x in (codes, scales, values)))
     for expected, actual in zip(results[:2], results[2:], strict=True):
         assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
 
