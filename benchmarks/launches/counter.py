@@ -221,14 +221,15 @@ class Counter(StandInMode):
             read, written = operations.traffic(func, name, args, kwargs, inputs, made)
             count = flops(func, name, args, kwargs, out)
             times = operations.launches(name, args)
+            causal = kinds.is_causal(func, name, args, kwargs)
             self.launch(
                 name,
                 read,
                 written,
                 flops=count,
                 times=times,
-                kind=kinds.kind_of(name, inputs, made),
-                causal=kinds.is_causal(func, name, args, kwargs),
+                kind=kinds.kind_of(name, inputs, made, causal=causal),
+                causal=causal,
             )
             if count and made and made[0].dtype == torch.float64:
                 self.note(f"{name} in fp64")

@@ -236,12 +236,16 @@ TRITON_FLOPS: dict[str, Callable[[Mapping[str, Tensor]], int]] = {
 Triton kernels that have products."""
 
 
-def kind_of(name: str, inputs: Sequence[Tensor], made: Sequence[Tensor]) -> str:
-    """Return the kind of one of torch's operations, by its name, inputs and results."""
+def kind_of(
+    name: str, inputs: Sequence[Tensor], made: Sequence[Tensor], *, causal: bool = True
+) -> str:
+    """Return the kind of one of torch's operations, by its name, inputs and results; `causal`: see
+    `is_causal`."""
     if name in PRODUCTS:
         return _kind_of_product(inputs[name in SUMMED_PRODUCTS].dtype)
     if name.startswith(ATTENTION) and "efficient" not in name:
-        return "attention backward" if name.endswith("_backward") else "attention forward"
+        direction = "backward" if name.endswith("_backward") else "forward"
+        return f"attention {direction}" if causal else f"attention {direction}, no mask"
     if name in COPIES:
         tensors = [*inputs, *made]
         if any(x.device.type == "cpu" and x.dim() for x in tensors):

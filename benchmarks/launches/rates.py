@@ -93,6 +93,10 @@ def _kinds(copy: float) -> dict[str, KindRate]:
         ),
         "attention forward": KindRate(copy, "measured: the profile, 3.9 ms", 525e12),
         "attention backward": KindRate(copy, "measured: the profile, 14 ms", 366e12),
+        "attention forward, no mask": KindRate(
+            copy, "measured: on an H200, cuDNN's for a late slice of a context rank of 8", 707e12
+        ),
+        "attention backward, no mask": KindRate(copy, "measured: the same", 593e12),
         "flex attention": KindRate(
             copy, "measured: on an H200, a context rank of 8 with 32,768 tokens", 408e12
         ),
