@@ -35,8 +35,8 @@ from lather.torch_private import TorchDispatchMode
 
 GOAL = 0.55
 """Least share of the products' rates, so that the refresh takes at most 1.8 times its floor. On
-an H100 (53 Tflop/s in fp32, 560 in bf16) 1,024 / 4,096 has a floor of 123 ms and a prediction of
-189 (65 %): 36 are passes over the matrices, most of which split them, 24 solves and factorizations,
+an H100 (53 Tflop/s in fp32, 690 in bf16) 1,024 / 4,096 has a floor of 107 ms and a prediction of
+179 (60 %): 36 are passes over the matrices, most of which split them, 24 solves and factorizations,
 and 8 products of few rows, which bytes limit. The rest is for whatever the model leaves out."""
 NUM_LAYERS = 12
 HIDDEN_AND_MLP = ((1024, 4096), (2048, 4096))

@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reader.join(None if end is None else max(0.0, end - time.monotonic()))
         if reader.is_alive():
             test.outcome.append(f"not done after {options.seconds:.0f} s")
-            test.process.kill()
-            reader.join(5)  # it prints what is left; a process of the test's may keep the pipe open
+            test.process.kill()  # compilers' processes end when they notice
+            reader.join(5)  # it prints what is left
     for test in tests:
         print(f"{test.name}: {'; '.join(test.outcome)}")
     failed = [test.name for test in tests if test.process.wait()]

@@ -247,6 +247,18 @@ def test_all_files_of_tests_run_and_one_that_fails_is_named(
     assert last == "failed: slow test_a, wrong"
 
 
+def test_a_divided_file_has_a_process_for_every_test() -> None:
+    for file, words in together.DIVIDED.items():
+        options = ("--collect-only", *together.OPTIONS[1:])
+        path = together.FOLDER / f"test_{file}.py"
+        command = [sys.executable, "-m", "pytest", *options, str(path)]
+        names = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        tests = [line for line in names.stdout.splitlines() if "::" in line]
+        assert tests
+        for test in tests:
+            assert sum(word in test.partition("::")[2] for word in words) == 1, test
+
+
 def test_two_calls_of_nine_minutes_are_enough_if_every_part_hangs(
     monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
 ) -> None:

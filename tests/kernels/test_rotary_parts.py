@@ -292,5 +292,8 @@ def test_errors_say_the_remedy() -> None:
     for kv, size in ((x[:1], 3), (x[0], 3), (x, 9), (x, -1)):
         with pytest.raises(ValueError, match="at least as many columns"):
             validate_shared_key(kv, key, table, table, size)
+    for wrong in (key[..., :2], key.unsqueeze(2)):
+        with pytest.raises(ValueError, match=r"shared key \(B, S, 2 P\), here P = 2"):
+            validate_shared_key(x, wrong, table, table, 3)
     with pytest.raises(ValueError, match="both tables"):
-        validate_shared_key(x, key[..., :2], table, table, 3)
+        validate_shared_key(x, key, table[:, :3], table[:, :3], 3)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from lather.models.saving.rounded_weights import RoundedWeights
@@ -40,7 +39,7 @@ class WrittenUnit:
 
     name: str
     program: Program
-    gathered: tuple[nn.Parameter, ...] = (nn.Parameter(torch.ones(())),)
+    gathered: tuple[nn.Parameter, ...] = ()
     holding: int = 0
     started: int = 0
     """Number of the last gather in the program."""

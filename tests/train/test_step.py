@@ -385,3 +385,19 @@ def test_one_rank_waits_for_nothing_and_records_each_action_once(
     step(Batch.of_tokens(batch), 1e-2)
     actions = [event.action for event in recorder.end()]
     assert actions == list(engine.schedule.ranks[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_dtype": "bfloat16"}], ids=str)
+def test_weights_that_nobody_gathers_are_installed_on_a_gpu_too(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    """There the passes wait for units that were gathered ahead."""
+    config = make_config(train={"precision": "bf16", **settings})
+    batch = torch.randint(config.model.vocab_size, (4, config.train.sequence_length + 1))
+    norms = []
+    for is_ahead in (False, True):
+        monkeypatch.setattr("lather.pipeline.executor.is_gpu", lambda _, ahead=is_ahead: ahead)
+        engine = build_engine(config, Mesh.single(CPU))
+        optimizer = build_optimizer(config.optim, engine.parameters)
+        norms.append(TrainStep(engine, optimizer, 1.0)(Batch.of_tokens(batch), 1e-2).grad_norm)
+    assert norms[0] == norms[1] > 0

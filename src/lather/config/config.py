@@ -116,8 +116,8 @@ class LoopConfig:
     longer."""
     cuda_graph: bool = False
     """Capture the forward and backward passes of a step as a CUDA graph and replay it, for a single
-    GPU whose host cannot keep up; from the third step on. What the passes hold at their peak then
-    stays allocated. Without effect on a CPU."""
+    GPU whose host cannot keep up; from the third step on. What the passes hold at their peak, and
+    the gradients, then stay allocated. Without effect on a CPU."""
     deterministic: bool = False
     """Get the same bits in every run on a GPU (torch.use_deterministic_algorithms); attention's
     backward pass, among others, is slower."""

@@ -112,8 +112,8 @@ class Engine:
         self._length = length
         self._layout = SequenceLayout(shape[0], length, mesh.device, context=context)
         self._graph: StepGraph | None = None
-        if loop.cuda_graph and is_gpu(mesh.device):
-            self._graph = StepGraph(self._executor.run, part.parameters())
+        if loop.cuda_graph and mesh.device.type == "cuda":
+            self._graph = StepGraph(self._passes, part.parameters())
 
     def _exchange(self, frees: Frees) -> Exchange:
         """Return the exchange of tokens among the expert ranks."""
@@ -143,20 +143,27 @@ class Engine:
         reading = self.new_reading(num_labels, with_logits=with_logits)
         with counting_step(self.part.routers()), measuring(self.part, reading.logits_AH):
             try:
-                is_plain = batch.begins_BS is None and batch.padding_BS is None
-                if self._graph is not None and is_plain and not with_logits:
-                    output = self._graph(micro_batches)
-                else:
+                if self._graph is None or with_logits:
                     schedule = self.schedule_of(len(micro_batches))
-                    output = self._executor.run(micro_batches, schedule)
+                    output = self._passes(micro_batches, schedule)
+                else:
+                    is_plain = batch.begins_BS is None and batch.padding_BS is None
+                    output = self._graph(micro_batches, replays=is_plain)
             except BaseException:
                 self.parameters.clear_gradients()  # they are incomplete
                 raise
-        self._wait_for_gradients()
         self.parameters.collect_gradients()
         shares_M = to_device(torch.tensor(shares, dtype=torch.float64), self.mesh.device)
         self._collect(output, [shares_M, *shares_of_depths], reading)
         return reading
+
+    def _passes(
+        self, micro_batches: Sequence[MicroBatch], schedule: Schedule | None = None
+    ) -> StepOutput:
+        """Run the passes, after which the sharded parameters have their gradients."""
+        output = self._executor.run(micro_batches, schedule)
+        self._wait_for_gradients()
+        return output
 
     def _wait_for_gradients(self) -> None:
         for unit in self.units.values():

@@ -4,11 +4,12 @@ that the host launches one graph in place of some hundred kernels per layer.
 Source: CUDA graphs (https://docs.nvidia.com/cuda/cuda-programming-guide, "CUDA Graphs"), by
 `torch.cuda.graph`.
 
-A graph repeats its kernels with the same addresses. So each step copies its tokens, labels and
-divisors to where the graph reads them, and takes its gradients from where the graph writes them. It
-needs a single rank, whose host never waits in a pass, batches without documents or padding, and a
-model without multi-token prediction.
-What the passes hold at their peak stays allocated between them.
+A graph repeats its kernels with the same addresses, and nothing of the Python around them. So each
+step copies its tokens, labels and divisors to where the graph reads them, and takes its gradients
+from where the graph writes them. `lather.config.ranks` says which runs can do that: those of a
+single rank, in whose passes the host waits for nothing. Steps with documents or padding run without
+the graph, which is released for them, because what the passes hold at their peak stays allocated
+as long as there is one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lather.errors import UserError
 from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.executor import StepOutput
 
@@ -26,7 +28,8 @@ Passes = Callable[[Sequence[MicroBatch]], StepOutput]
 """Runs the passes of these micro-batches, which sets the gradients of parameters."""
 
 WARM_UP = 2
-"""Steps before the capture: they compile kernels, and fill caches that a graph may not fill."""
+"""Steps before the first capture: they compile kernels, and fill caches that a graph may not
+fill."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,19 @@ class StepGraph:
         self._num_steps = 0
         self._captured: Captured | None = None
 
-    def __call__(self, micro_batches: Sequence[MicroBatch]) -> StepOutput:
+    def __call__(self, micro_batches: Sequence[MicroBatch], *, replays: bool = True) -> StepOutput:
         """Run the passes; the gradients are None before, and those of these micro-batches
-        afterwards. Micro-batches that differ from the captured ones in more than tokens, labels and
-        divisors are run without the graph."""
+        afterwards. Without `replays`, and if these micro-batches differ from the captured ones in
+        more than tokens, labels and divisors, the passes run without a graph."""
+        assert all(p.grad is None for p in self._parameters), "gradients were not cleared"
         self._num_steps += 1
+        captured = self._captured
+        if not replays or (captured and not _can_take(captured.micro_batches, micro_batches)):
+            self._captured = captured = None
+            return self._run(micro_batches)
         if self._num_steps <= WARM_UP:
             return self._run(micro_batches)
-        captured = self._captured = self._captured or self._capture_passes(micro_batches)
-        if not _can_take(captured.micro_batches, micro_batches):
-            return self._run(micro_batches)
+        captured = self._captured = captured or self._capture_passes(micro_batches)
         for static, given in zip(captured.micro_batches, micro_batches, strict=True):
             _copy(static, given)
         captured.replay()
@@ -83,15 +89,22 @@ class StepGraph:
 
 def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
     """Capture the kernels that `work` launches, without running them; return the function that
-    launches them all."""
+    launches them all. Raises UserError if the host waits for the device in `work`."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    try:
+        with torch.cuda.graph(graph):
+            work()
+    except RuntimeError as error:
+        raise UserError(
+            "train.cuda_graph: the forward and backward passes cannot be captured as a CUDA graph, "
+            f"so leave it out ({str(error).splitlines()[0]})"
+        ) from error
     return graph.replay
 
 
 def _own(given: MicroBatch) -> MicroBatch:
     """Return a copy with tensors of its own; a divisor that is a number becomes one, too."""
+    assert not given.depths, "steps with multi-token prediction are not captured"
     tokens, x = given.tokens_BS, given.normalizer
     divisor = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
     return replace(

@@ -24,12 +24,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
             kernel[grid](*arguments, **options)
 
 
-def copies_blocks() -> bool:
-    """Tell whether the GPU that Triton compiles for copies blocks of tensors that a descriptor
-    describes (TMA), as those of compute capability 9.0 or newer do. For older ones Triton makes
-    slow loads of them."""
+def copies_blocks(x: Tensor) -> bool:
+    """Tell whether the GPU of `x` copies blocks of tensors that a descriptor describes (TMA), as
+    those of compute capability 9.0 or newer do. For older ones Triton makes slow loads of them."""
     try:
-        target = driver.active.get_current_target()
+        with launching_on(x):
+            target = driver.active.get_current_target()
     except RuntimeError:  # there is no GPU, but Triton's interpreter
         return True
     return bool(target.backend == "cuda" and target.arch >= BLOCK_COPIES)

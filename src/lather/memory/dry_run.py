@@ -216,9 +216,9 @@ def step_without_passes(step: TrainStep) -> None:
 
 
 def step_of_graph(step: TrainStep, dry: DryRank) -> None:
-    """Run a training step whose passes are a CUDA graph: what they hold at their peak, and the
-    graph's tokens and labels, stay allocated in the optimizer's step and in a validation after
-    it."""
+    """Run a training step whose passes are a CUDA graph: what they hold at their peak, the
+    gradients, and the graph's tokens and labels stay allocated in the optimizer's step and in a
+    validation after it."""
     ledger, engine = dry.mode.ledger, step.engine
     start = ledger.time
     reading = engine.launch_gradients(dry.batch)
@@ -226,9 +226,10 @@ def step_of_graph(step: TrainStep, dry: DryRank) -> None:
     size = int(total.max() - total[-1]) + 2 * dry.batch.inputs_BS.nbytes
     pool = torch.empty(size, dtype=torch.uint8, device=engine.mesh.device)
     ledger.label("activations", [pool])
+    gradients = engine.parameters.gradients()
     step.update(reading, RATE)
     engine.validation_loss(dry.batch)
-    del pool
+    del pool, gradients
 
 
 def _state_of_ranks(optimizer: MatrixOptimizer, mesh: Mesh, *, offloaded: bool) -> dict[int, int]:

@@ -42,8 +42,8 @@ from lather.shapes import Bool, Float
 BLOCK = 64
 """Most queries of a band."""
 MOST_KEYS = 16384
-"""Most keys of a piece without causality or mask in backward, whose gradients are there twice until
-they are added up."""
+"""Most keys of a rectangle that backward differentiates at a time. Its gradients of keys exist
+beside their sums until they are added to these."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Pieces:
     """0 where a query of a masked piece attends to a key, -inf elsewhere, in the dtype of the
     queries; smaller pieces take its upper left corner. None: no piece is masked."""
     num_nested: int = 0
-    """Number of keys, from the first on, to which the last block attends, if each of them is in one
-    of its pieces, and at most one other block attends to some of them, in one piece each; 0: pieces
-    are not like that."""
+    """Number of keys of the last block, if a key is in one of its pieces and at most in one piece
+    of another block: then the last block's gradients of keys are written, and the other's added.
+    0: a key may be in more pieces."""
 
     @classmethod
     def of(

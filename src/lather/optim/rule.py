@@ -325,8 +325,9 @@ class RefreshingRule(Rule):
     always come after the update, on every device: KL-SOAP and other rules that otherwise refresh
     before the update give different results with this option."""
     qr_fp32_matmul_prec: Literal["highest", "high", "medium"] = "highest"
-    """fp32 matmul precision of refreshes, by torch's names. highest: true fp32, or on a GPU for
-    factors of 512 rows and more three bf16 products where their error (5e-6) does no harm. In TF32
+    """fp32 matmul precision of refreshes and first bases, by torch's names. highest: true fp32; on
+    a GPU the products of factors of 512 rows and more, a multiple of 8, are three bf16 products
+    where their error (5e-6) does no harm, unless refresh_method is qr or cholesky_qr. In TF32
     (high), small eigenvalues and orthonormality are lost."""
 
     @property

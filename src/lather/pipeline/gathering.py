@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -205,9 +205,9 @@ class Gathering:
 
     def wait_for(self, units: Visit) -> None:
         for unit in units:
-            if unit.gathered:  # a wait would divide the recorded action
-                with self._record.waiting():
-                    unit.wait()
+            # without a gather there is nothing to wait for, and a wait divides a recorded action
+            with self._record.waiting() if unit.gathered else nullcontext():
+                unit.wait()
 
     def free(self, units: Visit) -> None:
         for unit in units:

@@ -46,7 +46,7 @@ def outer_product_sums(
         for size, limit in zip(sizes, largest, strict=True)
     )
     blocks: tuple[TensorDescriptor | None, ...] = None, None
-    if copies_blocks() and _is_described(grad) and _is_described(x):
+    if _is_described(grad) and _is_described(x) and copies_blocks(grad):
         blocks = _described(grad, (step, out)), _described(x, (step, in_))
     launch(
         _add_products,

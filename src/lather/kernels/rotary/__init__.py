@@ -148,14 +148,15 @@ def validate_shared_key(
     kv_BSHx: Tensor, k_BSR: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, size: int
 ) -> None:
     """Raise ValueError for shapes that do not match, where heads share a rotary key."""
-    validate(k_BSR.unsqueeze(-2), cos_BSP, sin_BSP)
-    fits = kv_BSHx.dim() == 4 and kv_BSHx.shape[:2] == k_BSR.shape[:2]
+    fits = kv_BSHx.dim() == 4 and k_BSR.dim() == 3 and kv_BSHx.shape[:2] == k_BSR.shape[:2]
+    fits = fits and k_BSR.shape[-1] == 2 * cos_BSP.shape[-1]
     if not fits or not 0 <= size <= kv_BSHx.shape[-1]:
         raise ValueError(
             f"kv has shape {tuple(kv_BSHx.shape)} with {size} columns of keys and a shared key "
             f"{tuple(k_BSR.shape)}: kv has to be (B, S, H, N + U), with at least as many columns "
-            "as keys have, and the shared key (B, S, 2 P)"
+            f"as keys have, and the shared key (B, S, 2 P), here P = {cos_BSP.shape[-1]}"
         )
+    validate(k_BSR.unsqueeze(-2), cos_BSP, sin_BSP)
 
 
 def _validate_part(x_BSHx: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> None:

@@ -82,8 +82,8 @@ more."""
 
 LOCAL_NOISE = 2e-5
 """Number that `root_lift` multiplies the local scale of K by, if products are split. With 0, some
-factors fail whose eigenvectors have two or four elements; with 1e-5, none of them. With any, some
-of rank 3 to 8 fail whose eigenvalues are exactly equal: 3 of 64, in true fp32 1."""
+factors fail whose eigenvectors have two or four elements; with 1e-5, none of them. Of 64 factors of
+rank 3 to 8 with exactly equal eigenvalues 3 fail whatever it is, and 1 in true fp32."""
 
 CPU_PRODUCTS = range(40, 1793)
 """Sizes for which Cholesky-QR is faster than LAPACK's QR on one kind of CPU and not much slower on

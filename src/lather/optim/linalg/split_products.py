@@ -13,7 +13,7 @@ TF32 3e-4. bf16 has the exponents of fp32, so that nothing overflows; an infinit
 NaN, and so what it is multiplied into. Elements below 1e-33 lose mid.
 
 Trade-off: a third to a quarter of the time of true fp32, which has no tensor cores; the parts take
-as much memory as the matrix. Matrices are split once for all products that they are in.
+as much memory as the matrix. A matrix is split once, however many products it is in.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ Operand = Tensor | SplitMatrix
 
 
 def has_wide_products(x: Tensor) -> bool:
-    """Tell whether torch has batched products of bf16 with results in fp32 on the device of `x`."""
-    return is_gpu(x) and x.device.type in ("cuda", *STANDINS)
+    """Tell whether torch has batched products of bf16 with results in fp32 on the device of `x`:
+    on NVIDIA's GPUs."""
+    is_nvidia = x.device.type == "cuda" and torch.version.hip is None
+    return is_nvidia or (is_gpu(x) and x.device.type in STANDINS)
 
 
 def is_split(x: Float[Tensor, "b n n"]) -> bool:
