@@ -96,6 +96,13 @@ def is_gpu(on: Tensor | torch.device) -> bool:
     return device.type not in ("cpu", "meta", CPU_STANDIN)
 
 
+def is_nvidia(on: Tensor | torch.device) -> bool:
+    """Return whether a device is a GPU of NVIDIA's. In a build of torch for AMD's GPUs these are
+    called "cuda", too."""
+    device = on.device if isinstance(on, Tensor) else on
+    return device.type in ("cuda",) and torch.version.hip is None
+
+
 def is_cpu(on: Tensor | torch.device) -> bool:
     """Return whether a tensor is on the CPU, or a device is the CPU."""
     device = on.device if isinstance(on, Tensor) else on

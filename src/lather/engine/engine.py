@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lather.config.config import Config, LoopConfig, MoEConfig
 from lather.data.batches import Batch
-from lather.device import Read, gpu_module, is_gpu, read, to_device
+from lather.device import Read, gpu_module, is_gpu, is_nvidia, read, to_device
 from lather.engine.qk_clip import measuring
 from lather.engine.settings import prepare_experts, schedule_for, weights_dtype
 from lather.engine.step_graph import StepGraph
@@ -112,7 +112,7 @@ class Engine:
         self._length = length
         self._layout = SequenceLayout(shape[0], length, mesh.device, context=context)
         self._graph: StepGraph | None = None
-        if loop.cuda_graph and mesh.device.type == "cuda":
+        if loop.cuda_graph and is_nvidia(mesh.device):
             self._graph = StepGraph(self._passes, part.parameters())
 
     def _exchange(self, frees: Frees) -> Exchange:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lather.device import STANDINS, is_gpu
+from lather.device import STANDINS, is_gpu, is_nvidia
 from lather.shapes import Float
 from lather.torch_private import get_fp32_precision
 
@@ -65,8 +65,7 @@ Operand = Tensor | SplitMatrix
 def has_wide_products(x: Tensor) -> bool:
     """Tell whether torch has batched products of bf16 with results in fp32 on the device of `x`:
     on NVIDIA's GPUs."""
-    is_nvidia = x.device.type == "cuda" and torch.version.hip is None
-    return is_nvidia or (is_gpu(x) and x.device.type in STANDINS)
+    return is_nvidia(x) or (is_gpu(x) and x.device.type in STANDINS)
 
 
 def is_split(x: Float[Tensor, "b n n"]) -> bool:
