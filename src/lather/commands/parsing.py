@@ -73,16 +73,18 @@ def unknown_options(line: Line, options: Sequence[CommandOption]) -> list[tuple[
     hint, which may be empty."""
     flags = {flag for option in options for flag in option.flags}
     by_name = {option.name: option.flags[0] for option in options if option.flags}
+    maybe = {option.name for option in options if bool in union_parts(option.hint)}
     unknown = {}
     for written, _ in line:
         if written and written.replace("_", "-") not in flags:
             name = written.removeprefix("--").replace("-", "_")
             inside = [by_name[field] for field in by_name if field.startswith(f"{name}.")]
-            unknown[written] = (
-                f"it is a section: give its fields, such as {inside[0]}"
-                if inside
-                else suggestion(name, by_name, by_name.__getitem__)
-            )
+            if inside:
+                unknown[written] = f"it is a section: give its fields, such as {inside[0]}"
+            elif (positive := name_of_option(written)) in maybe:
+                unknown[written] = f"give {by_name[positive]} False"
+            else:
+                unknown[written] = suggestion(name, by_name, by_name.__getitem__)
     return list(unknown.items())
 
 

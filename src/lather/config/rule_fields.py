@@ -224,11 +224,12 @@ def described(rule: type[Rule], name: str) -> str:
 
 
 def owners(option: str, rule: type[Rule]) -> str:
-    """Say who has an option that `rule` lacks: the trainer, or other rules; empty: nobody."""
+    """Say who has an option that `rule` lacks: the trainer, or other rules; empty: nobody, or
+    `rule` has it."""
     if option in DECIDED:
         return f"{option} is set by the trainer: {DECIDED[option]}"
     names = [name for name, other in RULES.items() if option in option_fields(other)]
-    if not names:
+    if not names or option in option_fields(rule):
         return ""
     listed = " and ".join(", ".join(names).rsplit(", ", 1))
     text = f"{option} is an option of {listed}, not of {name_of(rule)}"
