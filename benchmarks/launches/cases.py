@@ -18,7 +18,8 @@ from torch import nn
 
 from benchmarks.launches.counter import Counter
 from benchmarks.model_flops import flops_per_token
-from lather.config.config import Config, LoopConfig, MoEConfig
+from lather.config.config import Config, MoEConfig
+from lather.config.loop import LoopConfig
 from lather.config.optim import OptimConfig, optim_config
 from lather.data.batches import Batch
 from lather.engine.engine import build_engine

@@ -22,7 +22,8 @@ import torch
 
 from benchmarks.launches.cases import STEPS, rows_of_expert, rule_options
 from benchmarks.launches.counter import Counter
-from lather.config.config import Config, LoopConfig, MoEConfig
+from lather.config.config import Config, MoEConfig
+from lather.config.loop import LoopConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch
 from lather.engine.engine import build_engine

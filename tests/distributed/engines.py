@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.config.config import LoopConfig, MoEConfig, ParallelConfig
+from lather.config.config import MoEConfig, ParallelConfig
+from lather.config.loop import LoopConfig
 from lather.data.batches import Batch
 from lather.engine.engine import Engine
 from lather.engine.step_reading import StepResult

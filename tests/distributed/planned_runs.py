@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.live_bytes import PeakBytes
-from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
+from lather.config.config import Config, MoEConfig, ParallelConfig
+from lather.config.loop import LoopConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch
 from lather.data.config import DataConfig

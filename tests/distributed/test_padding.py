@@ -13,7 +13,7 @@ from engines import LENGTH, VOCABULARY, Case, Pair, make_pair
 from ranks import run_ranks
 from torch import Tensor
 
-from lather.config.config import LoopConfig
+from lather.config.loop import LoopConfig
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.engine.step import TrainStep

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
+from lather.config.config import Config, MoEConfig, ParallelConfig
+from lather.config.loop import LoopConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks.live_bytes import PeakBytes
-from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
+from lather.config.config import Config, MoEConfig, ParallelConfig
+from lather.config.loop import LoopConfig
 from lather.config.optim import optim_config
 from lather.engine.engine import build_engine
 from lather.memory.dry_rank import batch_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from lather.config.config import Config, LoopConfig, MoEConfig, ParallelConfig
+from lather.config.config import Config, MoEConfig, ParallelConfig
+from lather.config.loop import LoopConfig
 from lather.config.optim import optim_config
 from lather.memory.dry_run import RankRun, dry_run
 from lather.memory.workers import Assumed

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lather.config.config import LoopConfig, MoEConfig
+from lather.config.config import MoEConfig
+from lather.config.loop import LoopConfig
 from lather.data.batches import Batch
 from lather.engine.engine import Engine
 from lather.models.adapted import add_adapters

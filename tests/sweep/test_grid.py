@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from lather.config.config import Config, LoopConfig
+from lather.config.config import Config
 from lather.config.fields import merged
+from lather.config.loop import LoopConfig
 from lather.config.toml_file import config_from_mapping, values_of_config
 from lather.sweep.grid import GridRun, grid, short_names, text_of, words_of
 

@@ -9,11 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from lather.config.config import (
-    Config,
-    LoopConfig,
-    ParallelConfig,
-)
+from lather.config.config import Config, ParallelConfig
+from lather.config.loop import LoopConfig
 from lather.config.ranks import check_parallel
 from lather.errors import ConfigError
 from lather.models.families.deepseek_v2 import DeepseekV2Config

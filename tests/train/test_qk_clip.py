@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.config.config import Config, LoopConfig
+from lather.config.config import Config
+from lather.config.loop import LoopConfig
 from lather.config.optim import optim_config
 from lather.data.batches import Batch
 from lather.engine.optimizer import build_optimizer

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lather.config.config import LoopConfig, MoEConfig
+from lather.config.config import MoEConfig
+from lather.config.loop import LoopConfig
 from lather.data.batches import Batch
 from lather.engine.engine import Engine
 from lather.engine.step import TrainStep

@@ -18,9 +18,10 @@ from lather.checkpoint.folder import find_checkpoint
 from lather.checkpoint.held import held_checkpoint
 from lather.checkpoint.save import write_first_checkpoint
 from lather.commands.parsing import parse_arguments, parse_size
-from lather.config.config import Config, LoopConfig, Patterns
+from lather.config.config import Config
 from lather.config.context_length import LENGTH, SCALING, reaching, with_overrides
 from lather.config.fields import build, family_named
+from lather.config.loop import LoopConfig, Patterns
 from lather.config.optim import optim_config
 from lather.config.run_folder import PROVENANCE
 from lather.config.toml_file import config_to_toml, folder_of, without_none

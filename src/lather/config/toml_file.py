@@ -16,7 +16,7 @@ from typing import Any, Unpack
 
 import tomli_w
 
-from lather.config.config import Config, LoopConfig
+from lather.config.config import Config
 from lather.config.context_length import LENGTH, SCALING, completed, reaching, with_overrides
 from lather.config.fields import (
     build,
@@ -28,6 +28,7 @@ from lather.config.fields import (
     without,
 )
 from lather.config.kind_config import KINDS, KindConfig
+from lather.config.loop import LoopConfig
 from lather.config.optim import OptimConfig
 from lather.config.rule_fields import owners
 from lather.config.run_folder import check_format, run_folder

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lather.config.config import LoopConfig
+from lather.config.loop import LoopConfig
 from lather.optim import MatrixOptimizer
 from lather.optim.batched.remainders import exact_weight, set_weight
 from lather.parallel.local_parameters import LocalParameters

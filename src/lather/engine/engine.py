@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lather.config.config import Config, LoopConfig, MoEConfig
+from lather.config.config import Config, MoEConfig
+from lather.config.loop import LoopConfig
 from lather.data.batches import Batch
 from lather.device import Read, gpu_module, is_gpu, is_nvidia, read, to_device
 from lather.engine.qk_clip import measuring
