@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -23,7 +23,6 @@ from lather.checkpoint.folder import Progress, Retention, best_checkpoint, list_
 from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.save import Saver
 from lather.checkpoint.state import TrainingState
-from lather.config.changes import values_of
 from lather.config.config import Config
 from lather.data.batches import Batch
 from lather.device import Read, deterministic, is_gpu, read
@@ -32,20 +31,19 @@ from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer, head_rows
 from lather.engine.step import TrainStep, learning_rates, pick_device
 from lather.errors import UserError
-from lather.files import optional_file, read_rows, write_aside
-from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, on_rank_0
+from lather.files import optional_file
+from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather
 from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
 from lather.train.initial_weights import find_weights, load_weights, notes_on_weights
 from lather.train.memory_check import MemoryCheck, agreed_partition
-from lather.train.metrics import MetricsWriter
 from lather.train.notices import Notices, describe_run, rates_at
-from lather.train.outcome import RunOutcome
+from lather.train.outcome import RunOutcome, finish, outcome_of
 from lather.train.requests import SAME_REQUEST_SECONDS, RunRequests, TimeLimit
 from lather.train.run_dir import RunData, RunDirectory, open_on_all_ranks
-from lather.train.trained_model import SAMPLE, TrainedModel
+from lather.train.run_record import RunRecord
 from lather.train.validation import Validation
 
 
@@ -153,7 +151,8 @@ class _TrainingRun:
         stages = self.engine.part.share.layers_of_stage
         for line in describe_run(config, mesh, num_sequences, stages):
             display.note(line)
-        self.metrics = self._open_metrics(self.progress.step if checkpoints else None)
+        resumed_step = self.progress.step if checkpoints else None
+        self.record = RunRecord(config, mesh, resumed_step, display.note)
         self.memory = MemoryCheck(config, mesh, display.note, partition)
         self.notices = Notices(config, display.note)
         self.validation = Validation(
@@ -162,8 +161,6 @@ class _TrainingRun:
         self.last_request = 0.0
         """When the last requested checkpoint was started, in seconds of `time.monotonic`."""
         self.out_of_time = False
-        self.metrics_error: OSError | None = None
-        """The first error of writing the metrics."""
         self.lowest_loss = math.inf
         """The lowest validation loss at a step with a checkpoint."""
         if config.checkpoint.keep_best:
@@ -191,22 +188,9 @@ class _TrainingRun:
             self.display.note(f"starting from the weights of {weights}")
         return Progress(0, 0.0)
 
-    def _open_metrics(self, resumed_step: int | None) -> MetricsWriter | None:
-        """Open the metrics on rank 0, cut to the step from which the run resumes."""
-        if self.mesh.rank != 0:
-            return None
-        if (self.path / TIMELINE).exists():
-            metrics.cut_rows(self.path / TIMELINE, resumed_step)
-        return MetricsWriter(
-            self.path, resumed_step, self.config.log, values_of(self.config), self.display.note
-        )
-
     def _find_best(self, checkpoints: list[Path]) -> None:
         steps = {step_of(path) for path in checkpoints}
-        best = on_rank_0(
-            lambda: best_checkpoint(steps, read_rows(self.path / "metrics.jsonl")),
-            self.mesh.control_group,
-        )
+        best = self.record.of_rows(partial(best_checkpoint, steps))
         if best is not None:
             self._keep_best(*best)
 
@@ -237,12 +221,12 @@ class _TrainingRun:
             self.saver.wait()
             raise
         finally:
-            self._record(MetricsWriter.close)
+            self.record.close()
         # rank 0 draws, and loads the model for the sample
         with errors_on_all_ranks(self.mesh.control_group):
-            if self.metrics_error is not None:
+            if self.record.error is not None:
                 self.display.note(f"saved {checkpoint}, but not all metrics")
-                raise self.metrics_error
+                raise self.record.error
             return self._outcome(checkpoint)
 
     def _time_limit(self, started: float) -> TimeLimit:
@@ -257,7 +241,7 @@ class _TrainingRun:
         steps = self.config.train.steps
         if self.mesh.pp > 1 and is_gpu(self.mesh.device):
             self.engine.run_prelude(self._batch(min(self.progress.step + 1, steps)))
-        if not self._max_of_ranks(self.metrics is not None and bool(read_rows(self.metrics.path))):
+        if not self._max_of_ranks(bool(self.record.rows())):
             self._validate()
         if self.progress.step >= steps:
             self.display.note(f"all {steps:,} steps are done; a larger --train.steps continues")
@@ -267,7 +251,7 @@ class _TrainingRun:
         """Obey the requests to any rank: save a checkpoint, or return that the run ends, which all
         ranks do after the same step. Rank 0's clock and its metrics count."""
         is_late = self.mesh.rank == 0 and limit.is_reached(self.saver.longest)
-        must_end = requests.stop() or self.metrics_error is not None
+        must_end = requests.stop() or self.record.error is not None
         must_save = requests.save() > self.last_request + SAME_REQUEST_SECONDS
         urgency = self._max_of_ranks(2 if must_end or is_late else int(must_save))
         if urgency == 1:
@@ -306,11 +290,11 @@ class _TrainingRun:
         self.memory.record_peak(peak)
         peak = int(self._max_of_ranks(peak))
         row = metrics.step_row(result, self.progress, rates[""], seconds, peak)
-        self._write(row)
+        self.record.write(row)
         if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.any():
-            self._write(metrics.expert_load_row(result.counts_LE, self.progress))
+            self.record.write(metrics.expert_load_row(result.counts_LE, self.progress))
         if with_logits and result.logits_AH is not None:
-            self._write(metrics.attention_logits_row(result.logits_AH, self.progress))
+            self.record.write(metrics.attention_logits_row(result.logits_AH, self.progress))
         self.display.step(row, self.config.train.steps)
         self.notices.watch_step(number, result)
         if skipped >= self.config.train.max_skipped_steps:
@@ -336,57 +320,25 @@ class _TrainingRun:
         row, step = self.validation.run(self.progress), self.progress.step
         if row is None:
             return False
-        self._write(row)
+        self.record.write(row)
         loss = row["validation_loss"]
         is_best = self.config.checkpoint.keep_best and step > 0 and loss < self.lowest_loss
         if is_best:
             self._keep_best(loss, step)
         return is_best
 
-    def _write(self, row: metrics.Row) -> None:
-        self._record(lambda writer: writer.write(row))
-
-    def _record(self, write: Callable[[MetricsWriter], None]) -> None:
-        """Write metrics on rank 0. If they cannot be written, keep the error until all ranks have
-        saved a checkpoint and end."""
-        if self.metrics is None:
-            return
-        try:
-            write(self.metrics)
-        except OSError as error:
-            self.metrics_error = self.metrics_error or error
-
     def _save(self) -> Path:
-        self._record(MetricsWriter.sync)
+        self.record.sync()
         return self.saver.save(self.progress)
 
     def _outcome(self, checkpoint: Path) -> RunOutcome:
         finished = self.progress.step == self.config.train.steps
-        rows = [] if self.metrics is None else read_rows(self.metrics.path)
-        losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
-        averaged = [row.get("average_validation_loss") for row in rows if "validation_loss" in row]
-        sample = self._sample(checkpoint) if finished and self.mesh.rank == 0 else ""
-        if sample:
-            with optional_file(self.path / SAMPLE, self.display.note):
-                write_aside(self.path / SAMPLE, sample)
-        if finished and self.config.log.picture and any(metrics.training_rows(rows)):
-            from lather.train.report import draw_run  # matplotlib takes a second to import
-
-            draw_run(self.path, self.display.note)
-        step, seconds = self.progress.step, self.progress.seconds
-        average_loss = averaged[-1] if averaged else None
-        return RunOutcome(
-            finished, step, seconds, losses, sample, checkpoint, average_loss, self.out_of_time
-        )
-
-    def _sample(self, checkpoint: Path) -> str:
-        """Generate the sample if it is wanted and the run has a tokenizer, which data sets of token
-        files need not have. No rank of a mesh has the whole model: rank 0 loads it from the
-        checkpoint."""
-        if not self.config.log.sample_tokens or not (self.path / "tokenizer.json").exists():
-            return ""
-        model = TrainedModel(self.path, checkpoint, self.config)
-        return model.sample(next(iter(self.held_out.values()), None), self.mesh.device)
+        outcome = outcome_of(self.record.rows(), self.progress, checkpoint)
+        outcome = replace(outcome, finished=finished, out_of_time=self.out_of_time)
+        if not finished or self.mesh.rank != 0:
+            return outcome
+        held_out = next(iter(self.held_out.values()), None)
+        return finish(outcome, self.config, held_out, self.mesh.device, self.display.note)
 
 
 def _is_due(step: int, every: int) -> bool:
