@@ -14,7 +14,7 @@ from benchmarks.live_bytes import PeakBytes
 from kernels.implementations import WideProducts, largest_error, plain_cross_entropy, with_gradients
 from lather.kernels import backend
 from lather.kernels import linear_cross_entropy as op
-from lather.kernels.linear_cross_entropy import linear_cross_entropy, reference
+from lather.kernels.linear_cross_entropy import linear_cross_entropy, linear_token_losses, reference
 from lather.torch_private import TorchDispatchMode
 
 pytest.importorskip("triton")
@@ -54,6 +54,30 @@ def test_is_cross_entropy_of_the_logits(
     assert largest_error(actual, expected) < 1e-12
     if expected[0]:
         assert largest_error([1.01 * a for a in actual], expected) > 1e-3
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_losses_of_tokens_can_be_weighed(size: tuple[int, int, int], accumulate: bool) -> None:
+    x, weight, labels = inputs(*size)
+    factors = torch.randn(len(labels), generator=torch.Generator().manual_seed(1)).double()
+    losses = linear_token_losses(x, weight, labels, tile=(8, 63), accumulate=accumulate)
+    assert losses[labels < 0].eq(0).all()
+    actual = with_gradients((losses * factors).sum(), x, weight)
+    each = F.cross_entropy(F.linear(x, weight), labels, reduction="none")
+    expected = with_gradients((each * factors).sum(), x, weight)
+    assert largest_error(actual, expected) < 1e-12
+    if expected[0]:
+        assert largest_error([1.01 * a for a in actual], expected) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_losses_of_tokens_add_up_to_the_bits_of_the_loss(dtype: torch.dtype) -> None:
+    x, weight, labels = inputs(63, 500, 16, dtype)
+    summed = with_gradients(linear_cross_entropy(x, weight, labels, normalizer=7.0), x, weight)
+    losses = linear_token_losses(x, weight, labels) * torch.ones(63)
+    again = with_gradients(losses.sum() / 7.0, x, weight)
+    assert all(torch.equal(a, b) for a, b in zip(summed, again, strict=True))
 
 
 def test_inputs_of_any_shape_and_layout() -> None:

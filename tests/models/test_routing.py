@@ -364,3 +364,24 @@ def test_replaying_its_own_choice_changes_nothing_not_even_gradients() -> None:
 def test_a_replay_that_cannot_be_is_refused(experts: list[list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message), router().replay(torch.tensor(experts)):
         pass
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_repeated_choices_take_the_scores_and_give_the_router_gradients(score: str) -> None:
+    made, x = router(normalize=True, score=score), random_normal(4, D)
+    own = made(x)
+    given = torch.tensor([[5, 0], [-1, -1], [0, 5], [3, 4]], dtype=torch.int16)
+    routing = made(x, repeats_TK=given)
+    expected = given.long()
+    expected[1] = own.experts_TK[1]
+    assert torch.equal(routing.experts_TK, expected)
+    scores = scores_of(made, x).gather(1, expected)
+    weights = scores / scores.sum(1, keepdim=True)
+    assert error_of(routing.weights_TK, weights) < 1e-14
+    assert routing.count_E.tolist() == [int((expected == e).sum()) for e in range(E)]
+    factors = random_normal(*weights.shape, seed=1)
+    actual, wanted = (
+        torch.autograd.grad((each * factors).sum(), made.weight)[0]
+        for each in (routing.weights_TK, weights)
+    )
+    assert error_of(actual, wanted) < 1e-12

@@ -4,7 +4,7 @@ step."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from lather.data.batch_sizes import BatchSizes
 from lather.data.order import Order
 from lather.data.sequences import IGNORE_INDEX, PADDING, Sequences
+from lather.data.token_columns import Columns, columns_ahead, padded_columns
 from lather.errors import DataError
 from lather.models.mtp import look_ahead
 from lather.shapes import Bool, Int
@@ -37,6 +38,8 @@ class Batch:
     tokens_of_all: int | None = None
     """Number of inputs in the global batch, without padding; None: unknown, like
     `labels_of_all`."""
+    columns: Columns = field(default_factory=dict)
+    """Token columns, (B, S, ...) by name; those of labels at the label's position."""
 
     @classmethod
     def of_tokens(cls, tokens_BS: Int[Tensor, "b s"]) -> Batch:
@@ -69,7 +72,8 @@ class Batch:
         inputs_BS, labels_BS, missing_BS = look_ahead(
             self.inputs_BS, self.labels_BS, depth, documents_BS, self.padding_BS
         )
-        return Batch(inputs_BS, labels_BS, self.begins_BS, padding_BS=missing_BS)
+        columns = columns_ahead(self.columns, depth)
+        return Batch(inputs_BS, labels_BS, self.begins_BS, padding_BS=missing_BS, columns=columns)
 
     def padded(self, rows: int) -> Batch:
         """Append this number of sequences that are padding."""
@@ -85,6 +89,7 @@ class Batch:
             labels_BS=F.pad(self.labels_BS, below, value=IGNORE_INDEX),
             begins_BS=None if self.begins_BS is None else F.pad(self.begins_BS, below),
             padding_BS=F.pad(padding_BS, below, value=True),
+            columns=padded_columns(self.columns, rows),
         )
 
 

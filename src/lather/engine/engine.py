@@ -24,6 +24,7 @@ from lather.config.config import Config, MoEConfig
 from lather.config.loop import LoopConfig
 from lather.data.batches import Batch
 from lather.device import Read, gpu_module, is_gpu, is_nvidia, read, to_device
+from lather.engine.micro_batch_columns import check_columns, with_columns
 from lather.engine.qk_clip import measuring
 from lather.engine.settings import prepare_experts, schedule_for, weights_dtype
 from lather.engine.step_graph import StepGraph
@@ -134,8 +135,10 @@ class Engine:
         in `parameters`, and return its losses and loads, and `with_logits` also the largest logit
         of each attention head.
 
-        Raises ValueError, before anything is sent, if the share does not have the engine's shape.
+        Raises ValueError, before anything is sent, if the share does not have the engine's shape,
+        and DataError if its routing is not one of the model.
         """
+        check_columns(batch.columns, self.part)
         num_labels, num_tokens = self.counts_of_all(batch)
         parts = batch.tokens_of_parts(self.micro_batch_size)
         shares = [tokens / max(1, num_tokens) for tokens in parts]
@@ -149,6 +152,7 @@ class Engine:
                     output = self._passes(micro_batches, schedule)
                 else:
                     is_plain = batch.begins_BS is None and batch.padding_BS is None
+                    is_plain = is_plain and not batch.columns
                     output = self._graph(micro_batches, replays=is_plain)
             except BaseException:
                 self.parameters.clear_gradients()  # they are incomplete
@@ -209,7 +213,8 @@ class Engine:
     @torch.no_grad()
     def validation_loss(self, batch: Batch) -> float | None:
         """Return the mean cross entropy in nats per label over the sequences of all ranks, of which
-        each rank has equally many. None, without computing anything, if no rank has a label.
+        each rank has equally many, whatever their columns. None, without computing anything, if no
+        rank has a label.
 
         Raises ValueError, before anything is sent, if the sequences do not have the engine's
         length.
@@ -218,7 +223,7 @@ class Engine:
         num_labels, _ = self._add_up(batch)
         if not num_labels:
             return None
-        batch = batch.padded(-len(batch.inputs_BS) % self.micro_batch_size)
+        batch = replace(batch, columns={}).padded(-len(batch.inputs_BS) % self.micro_batch_size)
         schedule = forwards(self.schedule.num_stages, len(batch.inputs_BS) // self.micro_batch_size)
         if self.schedule.gathers_blocks:
             schedule = schedule.by_block()
@@ -243,8 +248,9 @@ class Engine:
 
     def _check_shape(self, batch: Batch, num_sequences: int) -> None:
         expected = (num_sequences, self._length)
-        for name, x_BS in (("inputs", batch.inputs_BS), ("labels", batch.labels_BS)):
-            if tuple(x_BS.shape) != expected:
+        columns = {"inputs": batch.inputs_BS, "labels": batch.labels_BS, **batch.columns}
+        for name, x_BS in columns.items():
+            if tuple(x_BS.shape[:2]) != expected:
                 raise ValueError(
                     f"the batch's {name} have shape {tuple(x_BS.shape)}, not {expected}: give "
                     "every data rank its own share of the sequences, each of train.sequence_length"
@@ -299,10 +305,11 @@ class Engine:
         local = whole if context is None else map(context.local, whole)
         on_device = (to_device(x_BS, device).split(size) for x_BS in local)
         balance, z_loss = self.moe.balance_coefficient or 0.0, self.moe.z_loss_coefficient
-        return [
+        micro_batches = [
             MicroBatch(x_BS, y_BS, layout, normalizer, balance * share, z_loss * share)
             for x_BS, y_BS, layout, share in zip(*on_device, layouts, shares, strict=True)
         ]
+        return with_columns(micro_batches, batch.columns, self.part, context, device)
 
     def _with_depths(
         self, batch: Batch, micro_batches: list[MicroBatch]

@@ -137,7 +137,9 @@ class Block(nn.Module):
         )
         routing = None
         if isinstance(self.mlp, MoE):
-            routing = self.mlp.gate(normed_TD, len(residual_BSD), layout.padding)
+            gate = self.mlp.gate
+            repeats_TK = layout.routing.get(gate)
+            routing = gate(normed_TD, len(residual_BSD), layout.padding, repeats_TK)
         return Attended(residual_BSD, normed_TD, routing, recomputation.placeholder(normed_TD))
 
     def _normed(self, residual_BSD: Tensor) -> Tensor:

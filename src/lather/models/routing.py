@@ -125,13 +125,19 @@ class Router(Deferrable, nn.Module):
         reset_parameters(self)
 
     def forward(
-        self, x_TD: Float[Tensor, "t d"], num_sequences: int = 1, padding: Padding | None = None
+        self,
+        x_TD: Float[Tensor, "t d"],
+        num_sequences: int = 1,
+        padding: Padding | None = None,
+        repeats_TK: Int[Tensor, "t k"] | None = None,
     ) -> Routing:
         """Route tokens. x consists of `num_sequences` sequences of equal length, which only the
-        balance loss at sequence level uses."""
+        balance loss at sequence level uses. `repeats_TK`: K different experts of each token that
+        take the place of the router's own choice, or -1 in place of all; their weights are still
+        those of the router's scores, through which gradients flow."""
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
-        experts_TK = self._experts(scores_TE)
+        experts_TK = self._experts(scores_TE, repeats_TK)
         weights_TK = scores_TE.gather(1, experts_TK if padding is None else experts_TK.clamp(min=0))
         if self.normalize:
             sum_T1 = weights_TK.sum(-1, keepdim=True) + TINY
@@ -165,9 +171,12 @@ class Router(Deferrable, nn.Module):
         product = Product(self.weight, self.bias, self.weight_gradients)
         return multiply(x_TD, torch.promote_types(x_TD.dtype, torch.float32), product)[0]
 
-    def _experts(self, scores_TE: Tensor) -> Tensor:
+    def _experts(self, scores_TE: Tensor, repeats_TK: Tensor | None) -> Tensor:
         if self._repeated is not None:
             return self._repeated.experts_TK
+        if repeats_TK is not None:
+            chosen_TK = self._choose(scores_TE.detach())
+            return torch.where(repeats_TK[:, :1] < 0, chosen_TK, repeats_TK.to(chosen_TK))
         if self._forced_TK is None:
             return self._choose(scores_TE.detach())
         if len(self._forced_TK) != len(scores_TE):

@@ -16,14 +16,14 @@ cache, or those of all context ranks), P rotary pairs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, and_masks, or_masks
 
 from lather.device import Read, read, to_device
@@ -119,6 +119,9 @@ class SequenceLayout:
         """The same on the host."""
         self.padding: Padding | None = None
         """The positions that hold no token, at which the router looks; None: there is none."""
+        self.routing: Mapping[nn.Module, Int[Tensor, "t k"]] = {}
+        """The experts that a router sends each token to, by router; those that are absent, and at
+        tokens with -1 all, choose themselves."""
         self._made: dict[Any, Any] = {}
         if cache is not None:
             if cu_seqlens is not None:
@@ -220,6 +223,13 @@ class SequenceLayout:
             return self
         layout = copy.copy(self)
         layout.padding = Padding.at(padding_BT, self.device, self.context)
+        return layout
+
+    def with_routing(self, routing: Mapping[nn.Module, Int[Tensor, "t k"]]) -> SequenceLayout:
+        """Return the same layout, with the same masks and tables, where routers repeat the given
+        choices."""
+        layout = copy.copy(self)
+        layout.routing = routing
         return layout
 
     def forget(self) -> None:

@@ -23,6 +23,7 @@ class MicroBatch:
     tokens_BS: Int[Tensor, "b s"]
     labels_BS: Int[Tensor, "b s"]
     layout: SequenceLayout
+    """Positions, documents and padding, and the choices that routers repeat."""
     normalizer: float | Tensor = 1.0
     """Divisor of the sum of the labels' losses: the number of labels of the whole step, on all
     ranks."""
@@ -36,6 +37,8 @@ class MicroBatch:
     depths: tuple[MicroBatch, ...] = ()
     """The micro-batch as the depths of multi-token prediction see it; those not given are not
     run."""
+    weights_BS: Float[Tensor, "b s"] | None = None
+    """Factor of each label's nats in the sum; None: 1."""
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,10 @@ class ModelPart(RoutedModel):
             layer for layer, block in enumerate(whole.layers) if isinstance(block.mlp, MoE)
         )
         """MoE layers of the whole model."""
-        self.num_experts = len(whole.routers()[0].weight) if self.moe_layers else 0
+        routers = whole.routers()
+        self.num_experts = len(routers[0].weight) if routers else 0
         """Experts of each MoE layer, on all ranks."""
+        self.num_experts_per_tok = routers[0].num_experts_per_tok if routers else 0
         self.measured = {name: layer.num_heads for name, layer in measured_layers(whole).items()}
         """Number of heads of each attention layer of the whole model whose logits can be measured,
         by name."""

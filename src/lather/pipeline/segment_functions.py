@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.kernels.cross_entropy import divided
+from lather.kernels.linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from lather.models.moe import MoE
 from lather.models.mtp import MultiTokenPrediction
 from lather.models.saving.embedding_gradient import look_up
@@ -20,9 +21,14 @@ from lather.pipeline.tape import Outputs
 def head_loss(norm: nn.Module, head: nn.Linear, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
     """Return the loss of the labels, and the head's input."""
     x_BSD = norm(x_BSD)
-    loss = linear_cross_entropy(
-        x_BSD, head.weight, batch.labels_BS, normalizer=batch.normalizer, accumulate=True
-    )
+    if batch.weights_BS is None:
+        loss = linear_cross_entropy(
+            x_BSD, head.weight, batch.labels_BS, normalizer=batch.normalizer, accumulate=True
+        )
+    else:
+        nats_BS = linear_token_losses(x_BSD, head.weight, batch.labels_BS, accumulate=True)
+        weighted_BS = nats_BS * batch.weights_BS.to(nats_BS.dtype)
+        loss = divided(weighted_BS.flatten().sum(), batch.normalizer)
     return loss, x_BSD
 
 

@@ -90,17 +90,52 @@ def linear_cross_entropy(
             (on CUDA that is a device-side assert), or a normalizer that is not > 0.
     """
     check_inputs(x, labels, normalizer, "x")
+    products = _products(x, weight, labels.numel(), tile)
+    labels_T = flat_labels(labels, len(weight), ignore_index)
+    leaf = _leaf(weight, accumulate=accumulate)
+    return _LinearCrossEntropy.apply(x, weight, labels_T, products, z_loss, normalizer, leaf)  # type: ignore[no-untyped-call]
+
+
+def linear_token_losses(
+    x: Float[Tensor, "*tokens d"],
+    weight: Float[Tensor, "v d"],
+    labels: Int[Tensor, "*tokens"],
+    *,
+    ignore_index: int = -100,
+    tile: tuple[int, int] | None = None,
+    accumulate: bool = False,
+) -> Float[Tensor, "*tokens"]:
+    """Return the cross entropy in nats of each token, 0 for those with `ignore_index`: minus the
+    log-probabilities of the labels. Differentiable once, for losses that weigh or compare tokens.
+
+    Arguments, dtypes and errors are those of `linear_cross_entropy`, whose loss has the bits of the
+    sum of these.
+    """
+    check_inputs(x, labels, 1.0, "x")
+    products = _products(x, weight, labels.numel(), tile)
+    labels_T = flat_labels(labels, len(weight), ignore_index)
+    leaf = _leaf(weight, accumulate=accumulate)
+    losses_T: Tensor = _LinearCrossEntropy.apply(x, weight, labels_T, products, 0.0, None, leaf)  # type: ignore[no-untyped-call]
+    return losses_T.view(labels.shape)
+
+
+def _products(
+    x: Tensor, weight: Tensor, num_tokens: int, tile: tuple[int, int] | None
+) -> _Products:
+    """Return the products of `x` and `weight`, after a check of both and of `tile`."""
     dtype = _check_weight(x, weight)
     if tile is not None and min(tile) < 1:
         raise ValueError(
             f"tile={tile} is not valid: give two numbers >= 1, tokens and columns of the vocabulary"
         )
-    labels_T = flat_labels(labels, len(weight), ignore_index)
     if tile is None:
-        tile = gpu_tile(labels_T.numel()) if is_gpu(x) else CPU_TILE
-    products = _Products(dtype, is_gpu(x), tile)
-    leaf = weight if accumulate and weight.is_leaf and weight.requires_grad else None
-    return _LinearCrossEntropy.apply(x, weight, labels_T, products, z_loss, normalizer, leaf)  # type: ignore[no-untyped-call]
+        tile = gpu_tile(num_tokens) if is_gpu(x) else CPU_TILE
+    return _Products(dtype, is_gpu(x), tile)
+
+
+def _leaf(weight: Tensor, *, accumulate: bool) -> Tensor | None:
+    """Return the leaf to whose `.grad` backward adds; None: autograd does."""
+    return weight if accumulate and weight.is_leaf and weight.requires_grad else None
 
 
 def gpu_tile(num_tokens: int) -> tuple[int, int]:
@@ -191,9 +226,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: Tensor,
         products: _Products,
         z_loss: float,
-        normalizer: float | Tensor,
+        normalizer: float | Tensor | None,
         leaf: Tensor | None,
     ) -> Tensor:
+        """Return the sum of the losses divided by `normalizer`, or without one all losses."""
         with no_autocast(x):
             logsumexp_T, label_logit_T = _logsumexp(
                 products.rounded(x), weight_VD, labels_T, products
@@ -202,7 +238,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.products, ctx.z_loss, ctx.normalizer = products, z_loss, normalizer
             ctx.gradient_dtype, ctx.leaf = gradient_dtype(weight_VD), leaf
             losses_T = losses(logsumexp_T, label_logit_T, labels_T, z_loss)
-            return divided(losses_T.sum(), normalizer)
+            return losses_T if normalizer is None else divided(losses_T.sum(), normalizer)
 
     @staticmethod
     @once_differentiable
@@ -210,7 +246,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, weight_VD, labels_T, logsumexp_T = ctx.saved_tensors
         products: _Products = ctx.products
         with no_autocast(x):
-            scale_T = torch.where(labels_T >= 0, divided(grad, ctx.normalizer), 0)
+            scale = grad if ctx.normalizer is None else divided(grad, ctx.normalizer)
+            scale_T = torch.where(labels_T >= 0, scale, 0)
             x_TD = products.rounded(x)
             dx_TD = torch.zeros_like(x_TD, dtype=products.wide) if ctx.needs_input_grad[0] else None
             total_VD = None if ctx.leaf is None else ctx.leaf.grad
