@@ -4,6 +4,8 @@ validation."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lather.data.batches import Batch, Source
-from lather.data.sequences import IGNORE_INDEX
+from lather.data.sequences import IGNORE_INDEX, OfPositions
 from lather.data.shards import Array
 from lather.evaluation import scoring
 from lather.evaluation.scoring import Score, score_labels, score_set
@@ -56,6 +58,7 @@ class Numbered:
     """Sequences that are drawn with their number as seed; nothing of sequence 3 is learned."""
 
     length, is_per_document = 6, False
+    columns: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def __len__(self) -> int:
         return 5
@@ -66,7 +69,14 @@ class Numbered:
     def num_labels(self, index: int) -> int | None:
         return None
 
-    def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
+    def fill(
+        self,
+        index: int,
+        inputs_S: Array,
+        labels_S: Array,
+        begins_S: Array,
+        columns: OfPositions,
+    ) -> None:
         tokens = np.random.default_rng(index).integers(0, 37, 7)
         inputs_S[:], labels_S[:] = tokens[:-1], tokens[1:]
         if index == 3:

@@ -137,6 +137,9 @@ def describe(dataset: DataSet, made: _ConsoleDisplay | None = None) -> str:
             f"{split.documents:,} documents, {split.tokens:,} tokens, the longest "
             f"{split.longest:,}, {len(split.shards)} shards"
         )
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    if columns := sorted({name for shard in shards for name in shard.columns}):
+        lines["columns"] = ", ".join(columns)
     if made is not None and made.tokens:
         seconds = time.monotonic() - made.started
         lines["time"] = f"{duration(seconds)}, {made.tokens / seconds:,.0f} tokens/s"

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lather.data.batch_columns import Columns, columns_ahead, padded_columns
 from lather.data.batch_sizes import BatchSizes
 from lather.data.order import Order
 from lather.data.sequences import IGNORE_INDEX, PADDING, Sequences
-from lather.data.token_columns import Columns, columns_ahead, padded_columns
+from lather.data.shards import Array
+from lather.data.token_columns import TOKEN_COLUMNS
 from lather.errors import DataError
 from lather.models.mtp import look_ahead
 from lather.shapes import Bool, Int
@@ -112,9 +114,11 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]]) ->
     inputs_BS = np.full((len(samples), length), PADDING, dtype=np.int64)
     labels_BS = np.full_like(inputs_BS, IGNORE_INDEX)
     begins_BS = np.zeros((len(samples), length), dtype=bool)
+    columns = _missing_columns(sources, len(samples))
     for row, (number, index) in enumerate(samples):
         source = sources[number]
-        source.sequences.fill(index, inputs_BS[row], labels_BS[row], begins_BS[row])
+        own = {name: columns[name][row] for name in source.sequences.columns}
+        source.sequences.fill(index, inputs_BS[row], labels_BS[row], begins_BS[row], own)
         highest = max(int(inputs_BS[row].max()), int(labels_BS[row].max()))
         if highest >= source.vocab_size:
             raise DataError(
@@ -129,7 +133,24 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]]) ->
         torch.from_numpy(labels_BS),
         begins_BS=torch.from_numpy(begins_BS) if is_per_document else None,
         padding_BS=torch.from_numpy(is_padding_BS) if is_padding_BS.any() else None,
+        columns={name: torch.from_numpy(values) for name, values in columns.items()},
     )
+
+
+def _missing_columns(sources: Sequence[Source], rows: int) -> dict[str, Array]:
+    """Return the columns that a source has, (B, S, ...), of sequences that lack them."""
+    columns: dict[str, Array] = {}
+    for source in sources:
+        for name, of_token in source.sequences.columns.items():
+            shape = (rows, source.sequences.length, *of_token)
+            kind = TOKEN_COLUMNS[name]
+            columns.setdefault(name, np.full(shape, kind.missing, kind.dtype))
+            if columns[name].shape != shape:
+                raise DataError(
+                    f"{source.name}: {name} has shape {of_token} per token, and "
+                    f"{columns[name].shape[2:]} in another data set: do not mix them"
+                )
+    return columns
 
 
 class Batches:

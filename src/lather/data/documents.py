@@ -20,6 +20,7 @@ from lather.data.hidden import Note
 from lather.data.records import Record, Skip
 from lather.data.shards import Array
 from lather.data.texts import cut
+from lather.data.token_rows import TokenRow
 from lather.errors import DataError
 from lather.files import read_text
 
@@ -40,6 +41,8 @@ class Document:
     split: str = "train"
     notes: list[Note] = field(default_factory=list)
     """Parts of the record that the document lacks: kind, detail."""
+    row: TokenRow | None = None
+    """The document's tokens in place of a text."""
 
 
 def document_of(record: Record, field: str, template: ChatTemplate | None) -> Document | Skip:
@@ -98,6 +101,8 @@ class TokenRun:
     """Which of the tokens are trained on; None: all."""
     text_bytes: int = 0
     """Bytes of the whole document's text; 0 if unknown."""
+    columns: dict[str, Array] = field(default_factory=dict)
+    """Token columns of the tokens, by name."""
 
 
 def encode(

@@ -221,7 +221,7 @@ def _tokenizer(division: Division, folder: Path, show_line: ShowLine) -> Tokeniz
                 source, "tokenizer must be a tokenizer.json, a folder that has one, or empty"
             )
             show_line(f"tokenizer: {source}")
-        elif division.sources.files[0].kind == "tokens":
+        elif recipe.token_rows or division.sources.files[0].kind == "tokens":
             return None
         else:
             show_line(

@@ -11,6 +11,7 @@ from lather.argument import Argument
 from lather.data.chat import ChatTemplate
 from lather.data.conversations import FIELDS, UNREAD_FIELDS
 from lather.data.records import Kind
+from lather.data.token_rows import ROW_FIELDS
 from lather.errors import DataError, require
 from lather.files import digest_of, sha256
 from lather.formats import DATA_SET
@@ -37,6 +38,9 @@ class DataRecipe:
     chat: bool = False
     """Lines and rows are conversations ("messages", "conversations", "prompt" and "completion", or
     "instruction" and "output"); only the assistant's answers are trained on."""
+    token_rows: bool = False
+    """Lines and rows are documents of "tokens", with "weights", "advantages" and "routing" if they
+    have them."""
     separator: str = ""
     """Text between two documents of a text file, such as "<|endoftext|>"; empty: a file is one
     document, or one per MiB above 1 MiB."""
@@ -67,6 +71,8 @@ class DataRecipe:
         require(self.vocab_size >= 0, "vocab_size", self.vocab_size, "at least 0 tokens")
         require(every == 0 or every >= 2, "holdout_every", every, "0, or at least 2 documents")
         require(self.shard_tokens >= 1, "shard_tokens", self.shard_tokens, "at least 1 token")
+        is_one = not (self.chat and self.token_rows)
+        require(is_one, "token_rows", self.token_rows, "false with chat: a row is one of both")
         try:
             "".encode(self.encoding if self.encoding != "auto" else "utf-8")
         except LookupError:
@@ -78,6 +84,8 @@ class DataRecipe:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns to read from tables."""
+        if self.token_rows:
+            return ROW_FIELDS
         return (*FIELDS, *UNREAD_FIELDS) if self.chat else (self.field,)
 
     @property
@@ -110,6 +118,8 @@ class DataRecipe:
         """Return a short digest of the format of data sets, of the recipe and of the files
         (`Listing.digest`); it does not depend on the paths of the sources and the tokenizer."""
         mapping: dict[str, Any] = {**asdict(self), "sources": len(self.sources)}
+        if not self.token_rows:  # recipes without it have always had their digest
+            del mapping["token_rows"]
         if self.tokenizer_file is not None and self.tokenizer_file.is_file():
             mapping["tokenizer"] = sha256(self.tokenizer_file)
         if template := self.chat_template():

@@ -13,6 +13,7 @@ S is the length of a sequence; a label is the token after its input.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Protocol
 
@@ -20,12 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lather.data.shards import Array, ShardReader
+from lather.data.token_columns import TOKEN_COLUMNS
 from lather.errors import DataError
 
 IGNORE_INDEX = -100
 """Label of a position that the loss leaves out."""
 PADDING = -1
 """Input of a position that holds no token."""
+OfPositions = Mapping[str, Array]
+"""Values of token columns at each position, (S, ...) by name."""
 CHUNK = np.dtype([("start", "<i8"), ("length", "<i4")])
 """A chunk of a document: the place of its first token in the split, and its number of labels."""
 
@@ -37,6 +41,10 @@ class Sequences(Protocol):
     is_per_document: bool
     """Whether attention stays within documents."""
 
+    @property
+    def columns(self) -> Mapping[str, tuple[int, ...]]:
+        """The split's token columns: shape of a token's value, by name."""
+
     def __len__(self) -> int: ...
 
     def num_tokens(self, index: int) -> int:
@@ -45,10 +53,17 @@ class Sequences(Protocol):
     def num_labels(self, index: int) -> int | None:
         """Return the number of labels of a sequence; None: not known before it is read."""
 
-    def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
+    def fill(
+        self,
+        index: int,
+        inputs_S: Array,
+        labels_S: Array,
+        begins_S: Array,
+        columns: OfPositions,
+    ) -> None:
         """Write a sequence into arrays that are initialized to input `PADDING`, label
         `IGNORE_INDEX` and False. `begins_S`: True at the first token of a document that must not
-        attend to earlier tokens."""
+        attend to earlier tokens. `columns`: arrays with the values of tokens that lack them."""
 
 
 class Windows:
@@ -58,6 +73,7 @@ class Windows:
     def __init__(self, reader: ShardReader, length: int, *, is_per_document: bool = False) -> None:
         """Raises DataError if there are fewer than 2 tokens."""
         self.reader, self.length, self.is_per_document = reader, length, is_per_document
+        self.columns = reader.columns
         if not len(self):
             raise DataError(
                 f"{reader.folder}: {len(reader)} tokens are too few for a sequence: give more text"
@@ -72,10 +88,17 @@ class Windows:
     def num_labels(self, index: int) -> int | None:
         return None if self.reader.has_mask else self.num_tokens(index)
 
-    def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
+    def fill(
+        self,
+        index: int,
+        inputs_S: Array,
+        labels_S: Array,
+        begins_S: Array,
+        columns: OfPositions,
+    ) -> None:
         start = index * self.length
         stop = min(start + self.length + 1, len(self.reader))
-        _fill(self.reader, start, stop, inputs_S, labels_S)
+        _fill(self.reader, start, stop, inputs_S, labels_S, columns)
         if self.is_per_document:
             ends = self.reader.ends_between(start, min(stop, start + self.length) - 1)
             begins_S[ends - start] = True
@@ -88,7 +111,7 @@ class PackedDocuments:
 
     def __init__(self, reader: ShardReader, length: int) -> None:
         """Raises DataError if no document has two tokens."""
-        self.reader, self.length = reader, length
+        self.reader, self.length, self.columns = reader, length, reader.columns
         self._chunks, self._starts = pack(reader, length)
         if not len(self):
             raise DataError(f"{reader.folder}: no document has two tokens: give more text")
@@ -105,23 +128,43 @@ class PackedDocuments:
     def _chunks_of(self, index: int) -> npt.NDArray[np.void]:
         return self._chunks[int(self._starts[index]) : int(self._starts[index + 1])]
 
-    def fill(self, index: int, inputs_S: Array, labels_S: Array, begins_S: Array) -> None:
+    def fill(
+        self,
+        index: int,
+        inputs_S: Array,
+        labels_S: Array,
+        begins_S: Array,
+        columns: OfPositions,
+    ) -> None:
         place = 0
         for chunk in self._chunks_of(index):
             start, labels = int(chunk["start"]), int(chunk["length"])
-            _fill(self.reader, start, start + labels + 1, inputs_S[place:], labels_S[place:])
+            inputs, of_labels = inputs_S[place:], labels_S[place:]
+            behind = {name: values[place:] for name, values in columns.items()}
+            _fill(self.reader, start, start + labels + 1, inputs, of_labels, behind)
             begins_S[place] = True
             place += labels
         if place < self.length:
             begins_S[place] = True
 
 
-def _fill(reader: ShardReader, start: int, stop: int, inputs_S: Array, labels_S: Array) -> None:
-    """Write the tokens from `start` until `stop` of the split as the first inputs and labels."""
+def _fill(
+    reader: ShardReader,
+    start: int,
+    stop: int,
+    inputs_S: Array,
+    labels_S: Array,
+    columns: OfPositions,
+) -> None:
+    """Write the tokens from `start` until `stop` of the split as the first inputs and labels, and
+    what they have in these columns."""
     tokens, length = reader.tokens(start, stop), stop - start - 1
     inputs_S[:length], labels_S[:length] = tokens[:-1], tokens[1:]
     if reader.has_mask:
         labels_S[:length][~reader.learned(start + 1, stop)] = IGNORE_INDEX
+    for name, x_Sx in columns.items():
+        behind = int(TOKEN_COLUMNS[name].is_of_label)
+        x_Sx[:length] = reader.column(name, start + behind, stop - 1 + behind)
 
 
 # --- packing --------------------------------------------------------------------------------------

@@ -1,18 +1,21 @@
 """The shards of a data set: flat arrays of tokens in numpy's file format, written once as a stream
 and read in short pieces.
 
-A shard NAME consists of up to three files: NAME.npy, the tokens (uint16, or uint32 for vocabularies
-above 65,536); NAME.ends.npy, the place after the last token of each document (int64); and, if only
-some tokens are trained on, NAME.learned.npy, a bool for each token. They can be memory-mapped with
-`numpy.load(file, mmap_mode="r")`. This module reads them with `os.pread`, because pages of a mapped
-file count as memory of the process, and a shuffle would touch all of them.
+A shard NAME consists of several files: NAME.npy, the tokens (uint16, or uint32 for vocabularies
+above 65,536); NAME.ends.npy, the place after the last token of each document (int64); if only some
+tokens are trained on, NAME.learned.npy, a bool for each token; and a file for each token column
+that a token of the shard has. They can be memory-mapped with `numpy.load(file, mmap_mode="r")`.
+This module reads them with `os.pread`, because pages of a mapped file count as memory of the
+process, and a shuffle would touch all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,12 +24,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from lather.data.token_columns import TOKEN_COLUMNS
 from lather.errors import DataError
 from lather.files import sha256
 
 HEADER_BYTES = 128
-"""Length of the version 1.0 header that numpy writes for a flat array."""
+"""Length of the version 1.0 header that numpy writes for an array of few dims."""
 OPEN_FILES = 64
+FILLED = 1 << 16
+"""Tokens without a column for which its values are written at a time."""
 Array = npt.NDArray[Any]
 
 
@@ -38,11 +44,16 @@ class ShardEntry:
     tokens: int
     documents: int
     checksums: dict[str, str]
-    """SHA-256 by the file's suffix: "npy", "ends.npy", "learned.npy"."""
+    """SHA-256 by the file's suffix: "npy", "ends.npy", "learned.npy", and NAME.npy of a column."""
 
     @property
     def has_mask(self) -> bool:
         return "learned.npy" in self.checksums
+
+    @property
+    def columns(self) -> list[str]:
+        """The token columns that the shard has."""
+        return [name for name in TOKEN_COLUMNS if f"{name}.npy" in self.checksums]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -55,8 +66,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class _ArrayFile:
     """A .npy file that grows; its header is written at the end, when the length is known."""
 
-    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
-        self.path, self.dtype, self.length = path, np.dtype(dtype), 0
+    def __init__(self, path: Path, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> None:
+        """`shape`: of an entry."""
+        self.path, self.dtype, self.shape, self.length = path, np.dtype(dtype), shape, 0
         self._file: BinaryIO = path.open("wb")
         self._file.write(bytes(HEADER_BYTES))
 
@@ -67,7 +79,8 @@ class _ArrayFile:
     def finish(self) -> str:
         """Write the header, sync the file to the disk, and return its checksum."""
         self._file.seek(0)
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.length,)}
+        shape = (self.length, *self.shape)
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(self._file, header)
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -94,18 +107,48 @@ class ShardWriter:
     entries: list[ShardEntry] = field(default_factory=list)
     _files: dict[str, _ArrayFile] = field(default_factory=dict)
 
-    def write(self, tokens: Array, learned: Array | None = None) -> None:
-        """Append a part of a document."""
+    def write(
+        self,
+        tokens: Array,
+        learned: Array | None = None,
+        columns: Mapping[str, Array] | None = None,
+    ) -> None:
+        """Append a part of a document. `columns`: values of its tokens, (T, ...) by name. Raises
+        DataError if those of a token have another shape than before."""
         arrays = {"npy": tokens, "ends.npy": np.empty(0, np.int64)}
         if self.masked:
             all_learned = np.ones(len(tokens), bool)
             arrays["learned.npy"] = all_learned if learned is None else learned.astype(bool)
         for suffix, values in arrays.items():
             if suffix not in self._files:
-                path = self.folder / f"{self.prefix}-{len(self.entries):03d}.{suffix}"
                 dtype = self.dtype if suffix == "npy" else values.dtype
-                self._files[suffix] = _ArrayFile(path, dtype)
+                self._files[suffix] = _ArrayFile(self._path(suffix), dtype)
             self._files[suffix].append(values)
+        given = columns or {}
+        for name in TOKEN_COLUMNS:
+            if name in given or f"{name}.npy" in self._files:
+                self._write_column(name, given.get(name))
+
+    def _path(self, suffix: str) -> Path:
+        return self.folder / f"{self.prefix}-{len(self.entries):03d}.{suffix}"
+
+    def _write_column(self, name: str, values: Array | None) -> None:
+        """Append the values of the tokens that were written last; None: they lack the column."""
+        column, suffix = TOKEN_COLUMNS[name], f"{name}.npy"
+        if values is not None and suffix not in self._files:
+            shape = values.shape[1:]
+            self._files[suffix] = _ArrayFile(self._path(suffix), column.dtype, shape)
+        file, length = self._files[suffix], self._files["npy"].length
+        if values is not None and values.shape[1:] != file.shape:
+            raise DataError(
+                f"{name} has shape {values.shape[1:]} per token in a document, and {file.shape} in "
+                "one before: make a data set of each"
+            )
+        stop = length - (0 if values is None else len(values))
+        while (rest := stop - file.length) > 0:
+            file.append(np.full((min(rest, FILLED), *file.shape), column.missing))
+        if values is not None:
+            file.append(values)
 
     def end_document(self) -> None:
         """Record the end of a document."""
@@ -153,8 +196,11 @@ class ShardReader:
             [[0], np.cumsum([entry.tokens for entry in entries], dtype=np.int64)]
         )
         self.has_mask = any(entry.has_mask for entry in entries)
+        self.columns: dict[str, tuple[int, ...]] = {}
+        """Shape of a token's value in each column, by name."""
         self._open = lru_cache(OPEN_FILES)(_OpenFile)
         for entry in entries:
+            self._add_columns(entry)
             self._check(entry)
 
     def __len__(self) -> int:
@@ -169,6 +215,12 @@ class ShardReader:
         """Read which of these tokens are trained on."""
         return self._read(start, stop, "learned.npy", np.dtype(np.bool_))
 
+    def column(self, name: str, start: int, stop: int) -> Array:
+        """Read the values of these tokens in a column, (T, ...)."""
+        column, shape = TOKEN_COLUMNS[name], self.columns.get(name, ())
+        dtype = np.dtype((np.dtype(column.dtype), shape))
+        return self._read(start, stop, f"{name}.npy", dtype, column.missing)
+
     def ends_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the ends of documents in the stream (the places after their last tokens), above
         `start` and up to `stop`."""
@@ -182,20 +234,23 @@ class ShardReader:
                 parts.append(ends[low:high] + first)
         return np.concatenate(parts)
 
-    def _read(self, start: int, stop: int, suffix: str, dtype: np.dtype[Any]) -> Array:
+    def _read(
+        self, start: int, stop: int, suffix: str, dtype: np.dtype[Any], missing: float = 1
+    ) -> Array:
         parts, shard = [], self._shard_at(start)
         while start < stop:
             entry, first = self.entries[shard], int(self.starts[shard])
             length = min(stop, first + entry.tokens) - start
-            if suffix == "npy" or entry.has_mask:
+            if suffix in entry.checksums:
                 offset = HEADER_BYTES + (start - first) * dtype.itemsize
                 path = self.folder / f"{entry.name}.{suffix}"
                 content = self._bytes(path, offset, length * dtype.itemsize)
                 parts.append(np.frombuffer(content, dtype=dtype))
             else:
-                parts.append(np.ones(length, dtype=bool))
+                parts.append(np.full((length, *dtype.shape), missing, dtype.base))
             start, shard = start + length, shard + 1
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+        empty = np.empty((0, *dtype.shape), dtype.base)
+        return parts[0] if len(parts) == 1 else np.concatenate([empty, *parts])
 
     def _bytes(self, path: Path, offset: int, num_bytes: int) -> bytes:
         try:
@@ -209,10 +264,27 @@ class ShardReader:
     def _shard_at(self, position: int) -> int:
         return int(np.searchsorted(self.starts, position, side="right")) - 1
 
+    def _add_columns(self, entry: ShardEntry) -> None:
+        """Add the columns of a shard. Raises DataError if shards have values of other shapes."""
+        for name in entry.columns:
+            path = self.folder / f"{entry.name}.{name}.npy"
+            try:
+                shape = np.load(path, mmap_mode="r").shape[1:]
+            except (OSError, ValueError) as error:
+                raise _damaged(path, f"cannot be read ({error})") from None
+            if self.columns.setdefault(name, shape) != shape:
+                raise DataError(
+                    f"{path}: {name} has shape {shape} per token, and {self.columns[name]} in a "
+                    "shard before: make a data set of each"
+                )
+
     def _check(self, entry: ShardEntry) -> None:
         lengths = {"npy": entry.tokens * self.dtype.itemsize, "ends.npy": entry.documents * 8}
         if entry.has_mask:
             lengths["learned.npy"] = entry.tokens
+        for name in entry.columns:
+            itemsize = np.dtype(TOKEN_COLUMNS[name].dtype).itemsize
+            lengths[f"{name}.npy"] = entry.tokens * math.prod(self.columns[name]) * itemsize
         for suffix, num_bytes in lengths.items():
             path, expected = self.folder / f"{entry.name}.{suffix}", HEADER_BYTES + num_bytes
             try:

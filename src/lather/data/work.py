@@ -19,6 +19,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,6 +35,7 @@ from lather.data.records import Record, RecordReader, Skip
 from lather.data.shards import Array, ShardWriter, token_dtype
 from lather.data.sources import ReadUnit
 from lather.data.token_files import TokenFile, TokenFileError, open_token_file
+from lather.data.token_rows import read_row
 from lather.errors import DataError
 from lather.files import read_text, write_aside
 from lather.processes import end_with_parent, without_signals
@@ -109,16 +111,19 @@ def do_unit(unit: ReadUnit, settings: WorkSettings, count: Count) -> None:
     report = UnitReport()
     # its shards are gone; half of them must not count as all
     report_path(settings.units, unit.number).unlink(missing_ok=True)
-    options = token_dtype(settings.vocab_size), settings.recipe.shard_tokens, settings.recipe.chat
+    recipe = settings.recipe
+    masked = recipe.chat or recipe.token_rows
+    options = token_dtype(settings.vocab_size), recipe.shard_tokens, masked
     writers = {
         split: ShardWriter(settings.folder, f"{split}-{unit.number:05d}", *options)
         for split in SPLITS
     }
-    runs = (_tokens if unit.parts[0].kind == "tokens" else _texts)(unit, settings, report)
+    make_runs = _rows if recipe.token_rows else _texts
+    runs = (_tokens if unit.parts[0].kind == "tokens" else make_runs)(unit, settings, report)
     try:
         length = 0
         for run in runs:
-            writers[run.split].write(run.tokens, run.learned)
+            writers[run.split].write(run.tokens, run.learned, run.columns)
             length += len(run.tokens)
             if run.is_last:
                 writers[run.split].end_document()
@@ -151,7 +156,10 @@ def documents_of(
 ) -> Iterator[Document]:
     """Yield the unit's documents, each assigned to a split; record skipped documents and encodings
     in `report`."""
-    documents, every = _documents(unit, recipe.field, template, report), recipe.hold_out_every
+    make = (
+        _row if recipe.token_rows else partial(document_of, field=recipe.field, template=template)
+    )
+    documents, every = _documents(unit, make, report), recipe.hold_out_every
     if not every:
         yield from (replace(document, split=unit.split) for document in documents)
         return
@@ -165,12 +173,12 @@ def documents_of(
 
 
 def _documents(
-    unit: ReadUnit, field: str, template: ChatTemplate | None, report: UnitReport
+    unit: ReadUnit, make: Callable[[Record], Document | Skip], report: UnitReport
 ) -> Iterator[Document]:
     for number, part in enumerate(unit.parts):
         reader = RecordReader(part)
         for record in reader:
-            document = record if isinstance(record, Skip) else document_of(record, field, template)
+            document = record if isinstance(record, Skip) else make(record)
             if isinstance(document, Skip):
                 detail = document.detail[:MOST_DETAIL]
                 report.skipped.append((number, document.line, document.reason, detail))
@@ -193,6 +201,25 @@ def _texts(unit: ReadUnit, settings: WorkSettings, report: UnitReport) -> Iterat
 
 
 # --- tokens ---------------------------------------------------------------------------------------
+
+
+def _row(record: Record) -> Document | Skip:
+    row = read_row(record)
+    return row if isinstance(row, Skip) else Document("", row=row)
+
+
+def _rows(unit: ReadUnit, settings: WorkSettings, report: UnitReport) -> Iterator[TokenRun]:
+    """Yield the documents of rows of tokens. Raises DataError for a token outside the
+    vocabulary."""
+    for document in documents_of(unit, settings.recipe, None, report):
+        row = document.row
+        assert row is not None
+        if row.tokens.max() >= settings.vocab_size:
+            raise DataError(
+                f"{unit.parts[0].path}: token {row.tokens.max()} is outside the vocabulary of "
+                f"{settings.vocab_size}: give its own --vocab-size"
+            )
+        yield TokenRun(document.split, row.tokens, True, row.learned, columns=row.columns)
 
 
 def _tokens(unit: ReadUnit, settings: WorkSettings, report: UnitReport) -> Iterator[TokenRun]:

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lather.data.token_columns import ROUTING, WEIGHTS, Columns, check_routing
+from lather.data.batch_columns import Columns, check_routing
+from lather.data.token_columns import ROUTING, WEIGHTS
 from lather.device import to_device
 from lather.models.context import Context
 from lather.pipeline.chunk import MicroBatch
