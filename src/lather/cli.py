@@ -34,6 +34,7 @@ usage: lather COMMAND ...
   data make FOLDER SOURCE            make a data set of texts, chats or tokens; show or check it
   generate RUN --prompt TEXT         continue texts, answer messages, or talk with a model (--chat)
   eval RUN [DATA ...]                loss and bits per byte on held-out sets; --tasks of lm-eval
+  score RUN ROWS OUT                 log-probabilities and routing of rows of tokens
   import FOLDER RUN                  make a run of a Hugging Face folder (config.json, safetensors)
   export RUN FOLDER                  write a Hugging Face folder, or adapters for PEFT
   plot RUN [RUN ...]                 draw loss over steps and seconds, and the optimizer's time

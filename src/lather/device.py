@@ -46,6 +46,7 @@ class Read(Enum):
     VOTE = "the greatest number that a rank gives"
     LOSS = "a validation loss"
     LOGITS = "the logits of the next token"
+    SCORES = "log-probabilities and experts of given tokens"
     SIZES = "the numbers of rows and pairs that expert ranks send each other, (2, ranks, 2)"
     PAIRS = "the number of pairs of a token and a slot that have a row"
     ENDS = "the end of each expert's rows, where products are done expert by expert"

@@ -7,6 +7,7 @@ NAMES = (
     "data",
     "generate",
     "eval",
+    "score",
     "import",
     "export",
     "plot",

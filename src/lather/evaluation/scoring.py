@@ -50,7 +50,13 @@ def score_labels(model: Decoder, batch: Batch) -> tuple[Float[Tensor, " n"], Boo
     boundaries = None if batch.begins_BS is None else document_boundaries(batch.begins_BS)
     inputs_BS = batch.inputs_BS.to(device)
     x_BSD, _ = model.hidden(inputs_BS, cu_seqlens=boundaries, padding_BS=batch.padding_BS)
-    labels_BS = batch.labels_BS.to(device)
+    return score_head(model, x_BSD, batch.labels_BS.to(device))
+
+
+def score_head(
+    model: Decoder, x_BSD: Float[Tensor, "b s d"], labels_BS: Int[Tensor, "b s"]
+) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
+    """Return what `score_labels` does, from the input of the model's head."""
     is_label_BS = labels_BS != IGNORE_INDEX
     x_ND, head_VD, labels_N = x_BSD[is_label_BS], model.lm_head.weight, labels_BS[is_label_BS]
     wide = torch.promote_types(head_VD.dtype, torch.float32)
