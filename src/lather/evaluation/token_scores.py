@@ -22,7 +22,7 @@ from lather.shapes import Float, Int
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """What a model says of a document's tokens, on the host."""
+    """The scores of a document, on the host."""
 
     logprobs_T: Float[Tensor, " t"]
     """Log-probability of each token after those before it, in nats and fp32 or wider; NaN for the

@@ -130,6 +130,19 @@ def save_hugging_face(
         write_json(aside / CONFIG_FILE, fields)
 
 
+def published_tensors(
+    weights: TensorSource, config: ModelConfig, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and values of the tensors that `save_hugging_face` writes, one at a time.
+
+    Raises ExchangeError, before anything is read, if the tensors are not those of a model of this
+    configuration.
+    """
+    for tensor in _to_write(weights, config, dtype):
+        pieces = [piece.to(tensor.dtype).flatten() for piece in tensor.pieces]
+        yield tensor.name, torch.cat(pieces).view(tensor.shape)
+
+
 def _to_write(
     weights: TensorSource, config: ModelConfig, dtype: torch.dtype | None
 ) -> list[TensorToWrite]:
