@@ -58,6 +58,7 @@ FOR_ALL = (
         "formats",
         "hub",
         "lines",
+        "memory_limits",
         "output",
         "page",
         "processes",

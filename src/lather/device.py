@@ -51,6 +51,7 @@ class Read(Enum):
     PAIRS = "the number of pairs of a token and a slot that have a row"
     ENDS = "the end of each expert's rows, where products are done expert by expert"
     EXPERT_ROWS = "the number of pairs of a token and a slot whose expert is one given expert"
+    CHOSEN = "the different tokens or experts of a batch, where only their weights are read"
     RANGE = "the least and the greatest index, which have to be in range (on a CPU alone)"
     BOUNDS = "the boundaries of packed documents"
     FINITE = "a flag: whether a decomposition, or a saved state, is finite"

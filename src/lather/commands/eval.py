@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,7 +28,7 @@ from lather.evaluation.sets import HeldOutSet, open_sets
 from lather.files import reason
 from lather.lines import fit
 from lather.optim.options import Count
-from lather.train.trained_model import TrainedModel
+from lather.train.trained_model import Layerwise, Running, TrainedModel
 
 RECORD = "evaluations.jsonl"
 """File in the run directory with a row per evaluation."""
@@ -66,6 +66,11 @@ class EvalArguments:
     weights: Weights = "raw"
     """raw: the weights after that step; average: those that the run has averaged
     (train.average_timescale); last:N: the mean of the last N checkpoints."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Data type of weights, activations and products; left out: as the run was trained."""
+    layerwise: Layerwise = "auto"
+    """Read the weights of a block from disk when it runs, so that the model may be larger than the
+    device's memory: always, never, or, with auto, if the weights do not fit."""
     json: bool = False
     """Print the results as one JSON object."""
     tasks: str = ""
@@ -78,6 +83,11 @@ class EvalArguments:
     """Examples before each document of a task; negative: the task's own number."""
     chat_template: bool = False
     """Format the tasks' documents as conversations, with the tokenizer's chat template."""
+
+    @property
+    def running(self) -> Running:
+        """How the model runs."""
+        return Running(self.dtype, self.layerwise)
 
 
 def eval_command(arguments: list[str]) -> None:
@@ -133,10 +143,12 @@ def _score_sets(
 ) -> dict[str, dict[str, Any]]:
     if not sets:
         return {}
-    decoder = trained.decoder()
-    device, vocab_size = next(decoder.parameters()).device, trained.config.model.vocab_size
-    rows = {}
-    with Console(stderr=True).status("") as status, trained.precision(device):
+    vocab_size, rows = trained.config.model.vocab_size, {}
+    with (
+        trained.running(parsed.running) as decoder,
+        Console(stderr=True).status("") as status,
+        trained.precision(decoder.device, parsed.dtype),
+    ):
         for held_out in sets:
             label, tokenizer = escape(f"{held_out.name}, {held_out.split}"), held_out.tokenizer
             status.update(label)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tokenizers import Tokenizer
 
@@ -31,7 +31,7 @@ from lather.lines import rule
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
 from lather.optim.options import Count, Range
-from lather.train.trained_model import TrainedModel
+from lather.train.trained_model import Layerwise, Running, TrainedModel
 
 INPUTS = "--prompt TEXT, --prompts FILE, --message TEXT or --chat"
 SEEDS = 2**64
@@ -79,8 +79,18 @@ class GenerateArguments:
     weights: Weights = "raw"
     """raw: the weights after that step; average: those that the run has averaged
     (train.average_timescale); last:N: the mean of the last N checkpoints."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Data type of weights, activations and products; left out: as the run was trained."""
+    layerwise: Layerwise = "auto"
+    """Read the weights of a block from disk when it runs, so that the model may be larger than the
+    device's memory: always, never, or, with auto, if the weights do not fit."""
     json: bool = False
     """Print one JSON object per text, each on a line."""
+
+    @property
+    def running(self) -> Running:
+        """How the model runs."""
+        return Running(self.dtype, self.layerwise)
 
 
 def generate_command(arguments: list[str]) -> None:
@@ -160,7 +170,10 @@ class _Writer:
     def write_all(self, prompts: list[Prompt]) -> None:
         """Write the texts of all prompts, `num_samples` for each."""
         encoded = [self._encode(prompt) for prompt in prompts]
-        decoder = self._trained.decoder()
+        with self._trained.running(self._parsed.running) as decoder:
+            self._write_all(decoder, prompts, encoded)
+
+    def _write_all(self, decoder: Decoder, prompts: list[Prompt], encoded: list[list[int]]) -> None:
         live = len(prompts) == self._parsed.num_samples == 1 and not self._parsed.json
         numbers, samples = range(len(prompts)), range(self._parsed.num_samples)
         # texts and conversations end differently, so that no batch mixes them
@@ -186,7 +199,11 @@ class _Writer:
     def talk(self, lines: Iterator[str]) -> None:
         """Answer one message after the other, each with the whole conversation so far as its
         context."""
-        decoder, messages = self._trained.decoder(), _system(self._parsed)
+        with self._trained.running(self._parsed.running) as decoder:
+            self._talk(decoder, lines)
+
+    def _talk(self, decoder: Decoder, lines: Iterator[str]) -> None:
+        messages = _system(self._parsed)
         for line in lines:
             messages.append({"role": "user", "content": line})
             prompt = self._encode(messages)

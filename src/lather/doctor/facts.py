@@ -21,9 +21,10 @@ from packaging.requirements import Requirement
 from lather.allocator import allocator_settings, has_nvidia_gpu
 from lather.cores import num_cores, other_programs
 from lather.device import is_gpu
-from lather.files import nearest_folder, read_text
+from lather.files import nearest_folder
 from lather.kernels.backend import use_triton
 from lather.kernels.rms_norm import reference, rms_norm
+from lather.memory_limits import host_memory
 from lather.parallel.launch.world import World
 from lather.train.run_dir import provenance
 
@@ -159,19 +160,6 @@ def kernel_error(device: torch.device) -> str:
     except Exception as error:  # a compiler may fail in any way
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return "" if difference < 1e-5 else f"RMSNorm is off by {difference:.2g}"
-
-
-def host_memory() -> tuple[int, int]:
-    """Return the bytes of the host and how many are free, within the container's limit; 0 where the
-    system does not tell."""
-    try:
-        lines = dict(line.split(":") for line in read_text(Path("/proc/meminfo")).splitlines())
-        memory, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    except FileNotFoundError:
-        return 0, 0
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = read_text(limit).strip() if limit.exists() else "max"
-    return (memory, free) if text == "max" else (min(memory, int(text)), min(free, int(text)))
 
 
 def probe_disk(run_dir: Path, rank: int = 0, num_bytes: int = PROBE_BYTES) -> DiskFacts:

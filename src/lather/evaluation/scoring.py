@@ -15,9 +15,10 @@ Letters: B sequences, S positions, D hidden size, N labels, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from lather.data.batches import Batch, Source, read_batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.device import no_autocast
 from lather.models.decoder import Decoder
-from lather.models.token_positions import document_boundaries
+from lather.models.token_positions import SequenceLayout, document_boundaries
 from lather.shapes import Bool, Float, Int
 
 LOGITS_AT_A_TIME = 1 << 24
@@ -43,22 +44,37 @@ CONTINUED = "##"
 
 
 @torch.no_grad()
-def score_labels(model: Decoder, batch: Batch) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
-    """Return the nats of each label that is not `IGNORE_INDEX`, in row order, and whether it was
-    the most likely token; both on the model's device."""
-    device = next(model.parameters()).device
+def score_batches(
+    model: Decoder, batches: Iterable[Batch]
+) -> Iterator[tuple[Batch, Float[Tensor, " n"], Bool[Tensor, " n"]]]:
+    """Yield each batch with the nats of its labels that are not `IGNORE_INDEX`, in row order, and
+    whether each was the most likely token; both on the model's device. As many batches are read
+    ahead as the model takes at a time; the first is the largest."""
+    left = iter(batches)
+    for first in left:
+        more = model.batches_at_a_time(first.inputs_BS.numel()) - 1
+        group = [first, *itertools.islice(left, more)]
+        states = model.hidden_of([_tokens_and_layout(model, batch) for batch in group])
+        with model.ready(model.lm_head):
+            for batch, x_BSD in zip(group, states, strict=True):
+                yield batch, *score_head(x_BSD, batch.labels_BS, model.lm_head.weight)
+
+
+def _tokens_and_layout(model: Decoder, batch: Batch) -> tuple[Tensor, SequenceLayout]:
     boundaries = None if batch.begins_BS is None else document_boundaries(batch.begins_BS)
-    inputs_BS = batch.inputs_BS.to(device)
-    x_BSD, _ = model.hidden(inputs_BS, cu_seqlens=boundaries, padding_BS=batch.padding_BS)
-    return score_head(model, x_BSD, batch.labels_BS.to(device))
+    number, length = batch.inputs_BS.shape
+    layout = SequenceLayout(number, length, model.device, boundaries)
+    return batch.inputs_BS.to(model.device), layout.with_padding(batch.padding_BS)
 
 
 def score_head(
-    model: Decoder, x_BSD: Float[Tensor, "b s d"], labels_BS: Int[Tensor, "b s"]
+    x_BSD: Float[Tensor, "b s d"], labels_BS: Int[Tensor, "b s"], head_VD: Float[Tensor, "v d"]
 ) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
-    """Return what `score_labels` does, from the input of the model's head."""
+    """Return the nats of the labels of one batch, as `score_batches` does, from the input of the
+    model's head and its weights."""
+    labels_BS = labels_BS.to(x_BSD.device)
     is_label_BS = labels_BS != IGNORE_INDEX
-    x_ND, head_VD, labels_N = x_BSD[is_label_BS], model.lm_head.weight, labels_BS[is_label_BS]
+    x_ND, labels_N = x_BSD[is_label_BS], labels_BS[is_label_BS]
     wide = torch.promote_types(head_VD.dtype, torch.float32)
     size = max(1, LOGITS_AT_A_TIME // len(head_VD))
     nats, hits = [x_ND.new_zeros(0, dtype=wide)], [labels_N.new_zeros(0, dtype=torch.bool)]
@@ -118,17 +134,19 @@ def score_set(
 ) -> Score:
     """Score the sequences `indices` of a source. `bytes_V`: bytes of each token; None: unknown.
     `progress` gets the number scored."""
-    nats, hits, tokens, num_bytes = 0.0, 0, 0, 0
-    for first in range(0, len(indices), batch_size):
-        samples = [(0, index) for index in indices[first : first + batch_size]]
-        batch = read_batch([source], samples)
-        nats_N, hits_N = score_labels(model, batch)
+    nats, hits, tokens, num_bytes, done = 0.0, 0, 0, 0, 0
+    batches = (
+        read_batch([source], [(0, index) for index in indices[first : first + batch_size]])
+        for first in range(0, len(indices), batch_size)
+    )
+    for batch, nats_N, hits_N in score_batches(model, batches):
         labels_N = batch.labels_BS[batch.labels_BS != IGNORE_INDEX]
         nats += nats_N.double().sum().item()
         hits += int(hits_N.sum())
         tokens += len(labels_N)
         num_bytes += 0 if bytes_V is None else int(bytes_V[labels_N].sum())
-        progress(first + len(samples))
+        done += len(batch.inputs_BS)
+        progress(done)
     return Score(len(indices), tokens, nats, hits, None if bytes_V is None else num_bytes)
 
 

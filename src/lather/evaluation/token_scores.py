@@ -51,7 +51,7 @@ def _score_batch(model: Decoder, documents: list[Sequence[int]]) -> Iterator[Sco
     batch = Batch.of_tokens(tokens_BS)
     inputs_BS, labels_BS = batch.inputs_BS.to(device), batch.labels_BS.to(device)
     x_BSD, routings = model.hidden(inputs_BS, padding_BS=batch.padding_BS)
-    nats_N, _ = score_head(model, x_BSD, labels_BS)
+    nats_N, _ = score_head(x_BSD, labels_BS, model.lm_head.weight)
     chosen = [routing.experts_TK.to(torch.int16) for routing in routings]
     routing_TLK = torch.stack(chosen, 1) if chosen else inputs_BS.new_empty(inputs_BS.numel(), 0, 0)
     routing_BSLK = read(routing_TLK, Read.SCORES).unflatten(0, inputs_BS.shape)

@@ -306,6 +306,16 @@ class Decoder(RoutedModel):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
+    @property
+    def device(self) -> torch.device:
+        """The device on which the model computes."""
+        return self.embed_tokens.weight.device
+
+    def ready(self, module: nn.Module) -> AbstractContextManager[object]:
+        """Inside this context, the weights of a module of this model are in memory; here they
+        always are."""
+        return nullcontext()
+
     def forward(
         self,
         tokens_BS: Int[Tensor, "b s"],
@@ -364,6 +374,16 @@ class Decoder(RoutedModel):
         batch, length = tokens_BS.shape
         layout = SequenceLayout(batch, length, tokens_BS.device, cu_seqlens, cache)
         return self._hidden(tokens_BS, layout.with_padding(padding_BS), exchange)
+
+    def batches_at_a_time(self, num_tokens: int) -> int:
+        """Return how many batches of so many tokens `hidden_of` should be given."""
+        return 1
+
+    def hidden_of(
+        self, batches: Sequence[tuple[Int[Tensor, "b s"], SequenceLayout]]
+    ) -> list[Float[Tensor, "b s d"]]:
+        """Return the last norm's output for each batch of tokens and their layout."""
+        return [self._hidden(*batch, LOCAL_EXCHANGE)[0] for batch in batches]
 
     def _hidden(
         self, tokens_BS: Tensor, layout: SequenceLayout, exchange: Exchange

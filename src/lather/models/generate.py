@@ -102,7 +102,7 @@ class Continuations:
         self._model, self._context, self._sampling = model, context, sampling
         self._generators = generators or [None] * len(prompts)
         self._stop_tokens = frozenset(stop_tokens)
-        self._device = next(model.parameters()).device
+        self._device = model.device
         self._cache: KeyValueCache | None = None
         self._cached_rows: list[int] = []
 
@@ -136,7 +136,8 @@ class Continuations:
             tokens_BS = torch.tensor([tokens[-1:] for tokens in rows], device=self._device)
         self._cached_rows = list(self.unfinished)
         x_BSD, _ = self._model.hidden(tokens_BS, cache=self._cache)
-        return self._model.lm_head(x_BSD[:, -1])
+        with self._model.ready(self._model.lm_head):
+            return self._model.lm_head(x_BSD[:, -1])
 
     def _restart(self, windows: list[list[int]]) -> Tensor:
         """Start an empty cache, and return the windows as a batch, padded on the left."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from lather.boxes import Piece
 from lather.checkpoint.folder import find_checkpoint, list_checkpoints
 from lather.checkpoint.held import held_checkpoint
 from lather.checkpoint.reader import load_parameters, open_checkpoint
@@ -144,13 +145,11 @@ def load_weights(path: Path, state: TrainingState, config: Config) -> None:
             load_parameters(held, state, averaged=averaged)
 
 
-@torch.no_grad()
-def copy_weights(source: TensorSource, state: TrainingState) -> None:
-    """Copy this rank's part of every weight that the source has. It may lack adapters and
+def checked_pieces(source: TensorSource, state: TrainingState) -> list[Piece]:
+    """Return this rank's pieces of those weights that the source has. It may lack adapters and
     correction biases.
 
-    Raises CheckpointError, before anything is changed, if the source lacks another weight or a
-    shape differs.
+    Raises CheckpointError if the source lacks another weight or a shape differs.
     """
     headers = source.tensors
     pieces = [
@@ -166,7 +165,14 @@ def copy_weights(source: TensorSource, state: TrainingState) -> None:
                 f"{piece.name!r} is {shape} in the given weights, but {piece.shape} in the model: "
                 "give weights of this model"
             )
-    remainders = state.remainders()
+    return pieces
+
+
+@torch.no_grad()
+def copy_weights(source: TensorSource, state: TrainingState) -> None:
+    """Copy the `checked_pieces` into this rank's weights. Raises CheckpointError, before anything
+    is changed, as that does."""
+    pieces, remainders = checked_pieces(source, state), state.remainders()
     for piece in pieces:
         rows = (slice(piece.offset[0], piece.offset[0] + len(piece.value)),) if piece.shape else ()
         assert piece.value.shape[1:] == piece.shape[1:], piece.name

@@ -6,11 +6,14 @@ It also generates the sample text at the end of a run.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -27,11 +30,15 @@ from lather.engine.engine import build_model
 from lather.engine.step import pick_device
 from lather.errors import require
 from lather.generation.prompts import ConversationFormat, encode_text
+from lather.memory_limits import free_memory
 from lather.models.adapted import MergedTensors
 from lather.models.decoder import Decoder
 from lather.models.generate import generate
 from lather.models.hf.model_export import MAX_SHARD_BYTES, save_hugging_face
 from lather.models.hf.model_folder import TOKENIZER_FILE
+from lather.models.streamed import StreamedDecoder
+from lather.pipeline.model_part import allocate
+from lather.safetensors_file import TensorSource
 from lather.train.companions import (
     COMPANION_FOLDER,
     SETTINGS_FILE,
@@ -41,13 +48,33 @@ from lather.train.companions import (
     manifests,
     same_tokenizer,
 )
-from lather.train.initial_weights import copy_weights
+from lather.train.initial_weights import checked_pieces, copy_weights
 from lather.train.run_config import current_config
 
 SAMPLE = "sample.txt"
 """Name of the file with the sample in the run directory."""
 PROMPT_TOKENS = 24
 """Tokens of a prompt that is taken from held-out text."""
+FILLED = 0.9
+"""Fraction of a device's free memory that weights may take; the rest is for activations."""
+GIB = 2**30
+
+
+Layerwise = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True)
+class Running:
+    """How a model runs."""
+
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Dtype of weights, activations and products; None: as the model was trained."""
+    layerwise: Layerwise = "auto"
+    """Whether weights are read from disk when a block runs; auto: if they do not fit in memory."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -122,16 +149,46 @@ class TrainedModel:
         known = (token for token in tokens if token is not None)
         return frozenset((*known, *generation_ends(self.run, self.config)))
 
-    def decoder(self, device: str | torch.device = "auto") -> Decoder:
-        """Build the model with the chosen weights. Raises CheckpointError if the checkpoint is
-        damaged or has no such weights."""
-        model = build_model(self.config, pick_device(device) if isinstance(device, str) else device)
+    def decoder(
+        self, device: str | torch.device = "auto", dtype: torch.dtype | None = None
+    ) -> Decoder:
+        """Build the model with the chosen weights, in `dtype` (None: as it was trained). Raises
+        CheckpointError if the checkpoint is damaged or has no such weights."""
+        model = self._outline(dtype)
+        allocate([model], pick_device(device) if isinstance(device, str) else device)
+        with self._tensors() as tensors:
+            copy_weights(tensors, TrainingState.of_model(model))
+        return model.requires_grad_(False)
+
+    @contextlib.contextmanager
+    def running(self, where: Running, device: str = "auto") -> Iterator[Decoder]:
+        """Yield the model with the chosen weights, for inference: in the device's memory, or with
+        the weights of a block on disk until it runs. Raises CheckpointError as `decoder` does."""
+        chosen, outline = pick_device(device), self._outline(where.torch_dtype)
+        size, free = sum(p.nbytes for p in outline.parameters()), free_memory(chosen)
+        if where.layerwise == "never" or (where.layerwise == "auto" and size <= FILLED * free):
+            yield self.decoder(chosen, where.torch_dtype)
+            return
+        if where.layerwise == "auto":
+            note = f"note: {size / GIB:.2f} GiB of weights, {free / GIB:.2f} GiB of memory free"
+            print(f"{note}: a block's are read when it runs (--layerwise)", file=sys.stderr)
+        with self._tensors() as tensors:
+            checked_pieces(tensors, TrainingState.of_model(outline))
+            yield StreamedDecoder(outline, tensors, chosen, free // 4)
+
+    def _outline(self, dtype: torch.dtype | None) -> Decoder:
+        """Return the model on the meta device, without weights."""
+        model = build_model(self.config, torch.device("meta")).requires_grad_(False)
+        return model if dtype is None else model.to(dtype)
+
+    @contextlib.contextmanager
+    def _tensors(self) -> Iterator[TensorSource]:
+        """Yield the chosen weights, which stay where they are until the block ends."""
         with (
             held_checkpoint(self.run, lambda: self.checkpoint) as checkpoint,
             chosen_weights(self.run, checkpoint, self.weights) as tensors,
         ):
-            copy_weights(tensors, TrainingState.of_model(model))
-        return model.requires_grad_(False)
+            yield tensors
 
     def export(
         self, folder: Path, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
@@ -176,11 +233,13 @@ class TrainedModel:
             ends |= ConversationFormat(tokenizer, self.chat_template()).stop_tokens
         return sorted(ends)
 
-    def precision(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return an autocast block for bfloat16 if the run was trained with it."""
-        return torch.autocast(
-            device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"
-        )
+    def precision(
+        self, device: torch.device, dtype: str | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return an autocast block for bfloat16 if the run was trained with it and no `dtype` is
+        given."""
+        is_mixed = dtype is None and self.config.train.precision == "bf16"
+        return torch.autocast(device.type, torch.bfloat16, enabled=is_mixed)
 
     def sample(self, held_out: HeldOut | None, device: torch.device) -> str:
         """Return `log.sample_prompt`, or else the first words of the held-out text, and the model's
