@@ -62,6 +62,7 @@ FOR_ALL = (
         "output",
         "page",
         "processes",
+        "profiled",
     ),
     *("safetensors_file", "shapes", "storages", "torch_private", "version"),
 )

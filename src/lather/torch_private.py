@@ -66,6 +66,13 @@ default, whatever the user asked for.
 `linalg_eigh` is the operation behind `torch.linalg.eigh`, as an operation counter sees it. The
 counter has no formula for it and would leave its flops out.
 
+`record_memory_history` and `dump_memory_snapshot` record a GPU's allocations and write them to a
+file, in the form that https://docs.pytorch.org/memory_viz reads. torch's documentation of memory
+describes both by these names; the public statistics have sums only.
+
+`profiler_is_on` tells whether a profiler records, so that ranges cost next to nothing without one.
+The public `record_function` takes its time in either case.
+
 `recompile_limit` sets how many variants of a function `torch.compile` makes before it gives up:
 torch 2.13 has a public argument for that, torch 2.11 has none. `recompile_limit_hit` is the error
 that it then raises.
@@ -95,6 +102,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,10 +142,21 @@ fused_sdp_choice = torch._fused_sdp_choice
 fused_sgd_ = torch._fused_sgd_
 get_fp32_precision = torch._C._get_fp32_precision_getter
 linalg_eigh = torch.ops.aten._linalg_eigh
+profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 reduce_scatter_single: Any = getattr(
     dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
 )
 set_fp32_precision = torch._C._set_fp32_precision_setter
+
+
+def record_memory_history(*, enabled: bool) -> None:
+    """Begin to record the allocations on GPUs, with the lines of Python that made them, or end."""
+    torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python")
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write what was recorded of the allocations so far."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def base_of(view: Tensor) -> Tensor | None:

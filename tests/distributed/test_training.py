@@ -89,6 +89,14 @@ MESHES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
+PROFILED = {
+    "ep2 everything": "2:3",
+    "pp2 soap": "2:3",
+    "cp2 everything": "2:3",
+}
+"""Steps that runs profile."""
+
+
 def config_of(folder: Path, run_dir: str, *changes: dict[str, Any]) -> Config:
     return make_config(
         folder,
@@ -103,7 +111,13 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (run, parallel) in MESHES[world_size].items():
         outcome = start(
-            config_of(folder, name, RUNS[run], {"parallel": parallel, "log": {"timeline_every": 2}})
+            config_of(
+                folder,
+                name,
+                RUNS[run],
+                {"parallel": parallel, "log": {"timeline_every": 2}},
+                {"profile": {"steps": PROFILED.get(name, "")}},
+            )
         )
         found[name] = (outcome.finished, outcome.step, outcome.checkpoint.name)
     if world_size == 2:
@@ -318,6 +332,19 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(
     rows = [row for row in read_rows(folder / "diverged" / "metrics.jsonl") if "loss" in row]
     assert [row["skipped"] for row in rows] == [False, True, False, True, True]
     assert [row["grad_norm"] is None for row in rows] == [False, True, False, True, True]
+
+
+def test_every_rank_of_a_mesh_writes_a_trace(two: object, folder: Path) -> None:
+    phases = {"ep2 everything": "exchange of tokens", "cp2 everything": "exchange of sequences"}
+    for name in PROFILED:
+        profile = folder / name / "profile" / "steps-2-3"
+        assert {path.name for path in profile.iterdir()} == {
+            *("rank-0.json.gz", "rank-1.json.gz", "times.json", "times.png")
+        }
+        for times in json.loads((profile / "times.json").read_text())["ranks"]:
+            assert times["by_phase"][phases.get(name, "waits for ranks")] > 0
+            assert times["by_kind"]["communication"] > 0
+            assert sum(times["by_phase"].values()) == pytest.approx(times["seconds"])
 
 
 # --- what happened when ---------------------------------------------------------------------------

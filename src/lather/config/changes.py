@@ -37,7 +37,7 @@ CHANGES = "changes.jsonl"
 
 FREE = {
     *("checkpoint", "data", "fork_from", "ignore_fields", "init_from", "init_weights", "log"),
-    *("moe.memory", "parallel", "run_dir"),
+    *("moe.memory", "parallel", "profile", "run_dir"),
     *(
         "train.compile",
         "train.cuda_graph",

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from lather.config.loop import LoopConfig, Patterns
 from lather.config.optim import OptimConfig, optim_config
-from lather.config.records import CheckpointConfig, LogConfig
+from lather.config.records import CheckpointConfig, LogConfig, ProfileConfig
 from lather.config.rule_fields import check_ranges
 from lather.data.config import DataConfig
 from lather.errors import ConfigError, require
@@ -172,6 +172,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         check_ranges(self, "")

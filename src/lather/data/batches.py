@@ -19,6 +19,7 @@ from lather.data.shards import Array
 from lather.data.token_columns import TOKEN_COLUMNS
 from lather.errors import DataError
 from lather.models.mtp import look_ahead
+from lather.profiled import profiled
 from lather.shapes import Bool, Int
 
 
@@ -159,6 +160,7 @@ class Batches:
     def __init__(self, sources: Sequence[Source], order: Order, sizes: BatchSizes) -> None:
         self.sources, self.order, self.sizes = sources, order, sizes
 
+    @profiled("data")
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """Read the sequences of step `step` (counted from 1) for data rank `rank` of `ranks`. A
         batch may span two epochs; no sequence is dropped."""

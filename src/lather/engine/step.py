@@ -23,6 +23,7 @@ from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
 from lather.optim.batched.gradients import Inspection
 from lather.parallel.local_parameters import clip_
+from lather.profiled import profiled
 
 REFRESHES = ("refreshes_done", "refreshes_skipped")
 """Counters of an optimizer: refreshes since its construction."""
@@ -84,23 +85,29 @@ class TrainStep:
         finite = math.isfinite(result.loss + result.grad_norm)
         # a GPU is idle now, since the host has just waited for the gradients
         start = time.perf_counter()
-        parameters = self.engine.parameters
         if finite:
-            if self.max_grad_norm:
-                norm = torch.tensor(result.grad_norm, dtype=parameters.norm_dtype)
-                clip_(parameters.gradients(), norm, self.max_grad_norm)
-            for group in self.optimizer.param_groups:
-                of_kind = lr[group[KIND]] if isinstance(lr, Mapping) else lr
-                group["lr"] = of_kind * group.get(LR_FACTOR, 1.0)
-            self.optimizer.step(norms=norms)
-            self.engine.balance(result.counts_LE)
-            if self.qk_clip and result.logits_AH is not None:
-                state, logits_AH = self.optimizer.state, result.logits_AH
-                clip_logits_(self.engine.part, parameters, state, logits_AH, self.qk_clip)
+            self._change(result, norms, lr)
         seconds = self._now() - start
-        parameters.clear_gradients()
+        self.engine.parameters.clear_gradients()
         return self._with_refreshes(replace(result, optimizer_seconds=seconds, skipped=not finite))
 
+    @profiled("optimizer")
+    def _change(self, result: StepResult, norms: Inspection, lr: Rates) -> None:
+        """Clip the gradients, and change the weights and the routers' biases."""
+        parameters = self.engine.parameters
+        if self.max_grad_norm:
+            norm = torch.tensor(result.grad_norm, dtype=parameters.norm_dtype)
+            clip_(parameters.gradients(), norm, self.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            of_kind = lr[group[KIND]] if isinstance(lr, Mapping) else lr
+            group["lr"] = of_kind * group.get(LR_FACTOR, 1.0)
+        self.optimizer.step(norms=norms)
+        self.engine.balance(result.counts_LE)
+        if self.qk_clip and result.logits_AH is not None:
+            state, logits_AH = self.optimizer.state, result.logits_AH
+            clip_logits_(self.engine.part, parameters, state, logits_AH, self.qk_clip)
+
+    @profiled("read")
     def _read(self, reading: StepReading) -> tuple[StepResult, Inspection]:
         """Add the gradients to a reading; return its result, and what the optimizer needs."""
         norms = self.optimizer.measure_gradients()
@@ -115,7 +122,8 @@ class TrainStep:
         done, skipped = (self._counters[name] - before[name] for name in REFRESHES)
         if self.engine.mesh.size > 1:
             total = torch.tensor((done, skipped), device=self.engine.mesh.device)
-            dist.all_reduce(total)
+            with profiled("wait"):
+                dist.all_reduce(total)
             done, skipped = read(total, Read.COUNTERS).tolist()
         return replace(result, refreshes_done=done, refreshes_skipped=skipped)
 

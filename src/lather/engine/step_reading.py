@@ -16,6 +16,7 @@ from lather.optim.batched.gradients import GradientNorms
 from lather.parallel.local_parameters import LocalParameters, squared_norm
 from lather.parallel.mesh import Mesh
 from lather.pipeline.model_part import ModelPart
+from lather.profiled import profiled
 from lather.shapes import Float, Int
 
 
@@ -99,9 +100,10 @@ class StepReading:
         total = torch.cat((self._passes, self._square))
         logits = self.logits_AH.flatten()
         if self._mesh.size > 1:
-            dist.all_reduce(total)
-            if len(logits):
-                dist.all_reduce(logits, dist.ReduceOp.MAX)
+            with profiled("wait"):
+                dist.all_reduce(total)
+                if len(logits):
+                    dist.all_reduce(logits, dist.ReduceOp.MAX)
         parts = (self.losses, self.counts_LE, self._square, logits, self._norms)
         values = read(torch.cat((total, logits, self._norms)), Read.STEP)
         losses, counts, square, logits, norms = values.split([part.numel() for part in parts])

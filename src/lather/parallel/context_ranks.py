@@ -25,6 +25,7 @@ from lather.kernels.combine import combine_forward
 from lather.models.context import Context
 from lather.models.pending import Pending
 from lather.parallel.expert_exchange import record_use, resize_away
+from lather.profiled import profiled
 from lather.shapes import Float
 from lather.torch_private import all_gather_single
 
@@ -50,7 +51,8 @@ class ContextRanks(Context):
             )
 
         def finish() -> tuple[Tensor, ...]:
-            work.wait()
+            with profiled("context"):
+                work.wait()
             record_use(sent_BSX, parts_CBSX)
             gathered = tuple(
                 in_order(part).view(*sent_BSX.shape[:1], -1, *shape)
@@ -74,7 +76,8 @@ class ContextRanks(Context):
             )
 
         def finish() -> tuple[Tensor, ...]:
-            work.wait()
+            with profiled("context"):
+                work.wait()
             record_use(sent_C2BHX, received_C2BHX)
             total_2BHX = sum_of_ranks(received_C2BHX)
             resize_away(sent_C2BHX)

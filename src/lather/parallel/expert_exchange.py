@@ -48,6 +48,7 @@ from lather.models.moe import Dispatched, Exchange
 from lather.models.pending import Pending
 from lather.models.routing import Routing
 from lather.parallel.exchange_plan import DispatchHandle, pack_routing, plan_routing, unpack_routing
+from lather.profiled import profiled
 from lather.shapes import Float
 
 FreeBuffer = Callable[[Tensor], None]
@@ -105,6 +106,7 @@ class ExpertExchange(Exchange):
         return _CombineRanks.apply(partial_RD, dispatched.handle, self)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
+    @profiled("exchange.plan")
     def start_plan(self, routing: Routing) -> Pending[DispatchHandle]:
         """Start the exchange of the numbers of rows. The host waits for them in the result's
         `wait`, and nowhere else.
@@ -132,12 +134,14 @@ class ExpertExchange(Exchange):
                 arrive = self._sizes_stream.record_event().synchronize
 
         def finish() -> DispatchHandle:
-            arrive()
+            with profiled("exchange.plan"):
+                arrive()
             return plan.handle(*read(sizes_2P2, Read.SIZES).tolist())
 
         return Pending(finish)
 
     @torch.no_grad()
+    @profiled("exchange.dispatch")
     def start_dispatch(
         self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: DispatchHandle | None = None
     ) -> Pending[Dispatched]:
@@ -156,13 +160,15 @@ class ExpertExchange(Exchange):
 
         def finish() -> Dispatched:
             packed, x_RD = packed_arriving.wait(), x_arriving.wait()
-            experts_RK, weights_RK = unpack_routing(packed, dtype)
+            with profiled("exchange.dispatch"):
+                experts_RK, weights_RK = unpack_routing(packed, dtype)
             self.free_buffer(packed)
             return Dispatched(x_RD, experts_RK, weights_RK, handle, handle.num_pairs)
 
         return Pending(finish)
 
     @torch.no_grad()
+    @profiled("exchange.combine")
     def start_combine(
         self, partial_RD: Float[Tensor, "r d"], handle: DispatchHandle
     ) -> Pending[Tensor]:
@@ -172,6 +178,7 @@ class ExpertExchange(Exchange):
         return Pending(lambda: self._sum_per_token(handle, arriving.wait()))
 
     @torch.no_grad()
+    @profiled("exchange.combine_backward")
     def start_combine_backward(
         self, grad_TD: Float[Tensor, "t d"], handle: DispatchHandle
     ) -> Pending[Tensor]:
@@ -182,6 +189,7 @@ class ExpertExchange(Exchange):
         return self._send(_rows_to_send(grad_TD, handle), handle)
 
     @torch.no_grad()
+    @profiled("exchange.dispatch_backward")
     def start_dispatch_backward(
         self,
         grad_RD: Float[Tensor, "r d"],
@@ -205,6 +213,7 @@ class ExpertExchange(Exchange):
 
         return Pending(finish)
 
+    @profiled("exchange.sum")
     def _sum_per_token(self, handle: DispatchHandle, rows_SD: Tensor) -> Tensor:
         record_use(handle.row_TK)
         sum_TD = combine_forward(rows_SD, handle.row_TK)
@@ -230,7 +239,8 @@ class ExpertExchange(Exchange):
         )
 
         def finish() -> Tensor:
-            work.wait()
+            with profiled("exchange.wait"):
+                work.wait()
             record_use(rows, received)
             if free:
                 self.free_buffer(rows)

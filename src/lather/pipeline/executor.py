@@ -34,6 +34,7 @@ from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import COMPUTE, RECEIVED_AS, TRANSFERS, Action, Kind, Schedule
 from lather.pipeline.segments import Segments, Steps
 from lather.pipeline.transfer_queues import MOST_SENDS_UNDER_WAY
+from lather.profiled import profiled
 
 Key = tuple[int, int]
 """Stage and micro-batch."""
@@ -113,7 +114,7 @@ class Executor:
             with self.segments.rounded_weights.caching():
                 for action, following in walk.gathering.begin(schedule.ranks[self.rank]):
                     walk.wait_for_input(action)
-                    with self.record.action(action):
+                    with profiled(f"action.{action}"), self.record.action(action):
                         walk.do(action, following)
                     if action.kind in COMPUTE and self.refreshes and not self.refreshes.is_busy:
                         self._refresh()
@@ -132,7 +133,7 @@ class Executor:
     def _refresh(self) -> None:
         """Do one batch of the deferred refreshes."""
         assert self.refreshes
-        with self.record.action(Action(min(self.stages), Kind.REFRESH)):
+        with profiled("refresh"), self.record.action(Action(min(self.stages), Kind.REFRESH)):
             self.refreshes.work()
 
 
@@ -189,9 +190,13 @@ class StepWalk:
             self._pass(Kind.SEND_F, forward, results[0])
             self._pass(Kind.SEND_B, backward, results[1])
         elif action.kind == Kind.FORWARD:
-            self._pass(Kind.SEND_F, action, overlap.run(self._forward(action, passes[0])))
+            self._pass(
+                Kind.SEND_F, action, overlap.run(self._forward(action, passes[0]), "forward")
+            )
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            self._pass(Kind.SEND_B, action, overlap.run(self._backward(action, passes[0])))
+            self._pass(
+                Kind.SEND_B, action, overlap.run(self._backward(action, passes[0]), "backward")
+            )
         elif action.kind == Kind.BACKWARD_WEIGHT:
             for entries, units in self.waiting.pop(_key(action)):
                 WeightGradients.run(entries)
@@ -300,7 +305,8 @@ class StepWalk:
 
     def _finish_oldest_send(self) -> None:
         work, x, tape = self.sends.popleft()
-        work.wait()
+        with profiled("wait"):
+            work.wait()
         self._free_buffer(x, tape)
 
     def _shard(self, action: Action) -> None:
@@ -325,7 +331,8 @@ class StepWalk:
         """Return the tensor after its receive; on a GPU only the stream waits, not the host."""
         if work is None:
             return x
-        work.wait()
+        with profiled("wait"):
+            work.wait()
         return x.to(self.executor.activation.dtype)
 
 

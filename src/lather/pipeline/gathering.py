@@ -36,6 +36,7 @@ from lather.parallel.sharded_parameters import Storing
 from lather.pipeline.model_part import ModelPart, Stage, allocate
 from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import Action, Kind
+from lather.profiled import profiled
 
 Units = Mapping[nn.Module, FsdpUnit]
 """Units by the modules that a pass visits: each block, the embedding and the head."""
@@ -200,13 +201,14 @@ class Gathering:
 
     def gather(self, units: Visit) -> None:
         for unit in units:
-            with self._recording(unit, Kind.UNSHARD):
+            with profiled("gather"), self._recording(unit, Kind.UNSHARD):
                 unit.unshard(async_op=self._async_op)
 
     def wait_for(self, units: Visit) -> None:
         for unit in units:
             # without a gather there is nothing to wait for, and a wait divides a recorded action
-            with self._record.waiting() if unit.gathered else nullcontext():
+            waiting = self._record.waiting() if unit.gathered else nullcontext()
+            with waiting, profiled("wait"):
                 unit.wait()
 
     def free(self, units: Visit) -> None:
@@ -218,7 +220,7 @@ class Gathering:
 
     def reduce(self, units: Visit) -> None:
         for unit in units:
-            with self._recording(unit, Kind.REDUCE_GRAD):
+            with profiled("reduce"), self._recording(unit, Kind.REDUCE_GRAD):
                 unit.reduce_gradients()
 
     def units_of(self, stage: int) -> Visit:

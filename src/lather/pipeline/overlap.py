@@ -16,15 +16,19 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TypeVar
 
+from lather.profiled import profiled
+
 F = TypeVar("F")
 B = TypeVar("B")
 
 
-def run(chunk: Generator[None, None, F]) -> F:
-    """Run a single chunk to its end and return its result."""
+def run(chunk: Generator[None, None, F], name: str = "forward") -> F:
+    """Run a single chunk to its end and return its result. `name`: that of its turns in a profile,
+    "forward" or "backward"."""
     while True:
         try:
-            next(chunk)
+            with profiled(name):
+                next(chunk)
         except StopIteration as end:
             return end.value
 
@@ -33,12 +37,14 @@ def run_both(forward: Generator[None, None, F], backward: Generator[None, None, 
     """Run two chunks in turns, the forward pass first, and return their results. If one raises, the
     other is closed."""
     results: dict[Generator[None, None, object], object] = {}
-    running: list[Generator[None, None, object]] = [forward, backward]
+    names: dict[Generator[None, None, object], str] = {forward: "forward", backward: "backward"}
+    running = list(names)
     try:
         while running:
             for chunk in tuple(running):
                 try:
-                    next(chunk)
+                    with profiled(names[chunk]):
+                        next(chunk)
                 except StopIteration as end:
                     results[chunk] = end.value
                     running.remove(chunk)

@@ -14,6 +14,7 @@ from torch.autograd.profiler import record_function
 from lather.models.decoder import Attended
 from lather.models.saving.weight_gradients import WeightGradients
 from lather.pipeline.tape import Cut, MakeContext, Outputs, inside
+from lather.profiled import profiled
 
 RECOMPUTABLE = ("attention", "experts", "shared_experts")
 """Segments that compute, and so can be recomputed in backward instead of kept."""
@@ -65,13 +66,15 @@ class SegmentRunner:
                 partial(torch.autocast, inputs[0].device.type, dtype=self.autocast), function
             )
         with record_function(f"lather.segment.{name}"):
-            return Cut.run(function, inputs, recompute=again)
+            cut, outputs = Cut.run(function, inputs, recompute=again)
+        cut.name = name
+        return cut, outputs
 
     def _back(
         self, cut: Cut, gradients: Sequence[Tensor | None], *, defer: bool
     ) -> list[Tensor | None]:
         self.weight_gradients.deferring = defer
-        with record_function("lather.segment.backward"):
+        with record_function("lather.segment.backward"), profiled(f"backward.{cut.name}"):
             inputs = cut.backward(gradients)
         self.weight_gradients.deferring = False
         return inputs

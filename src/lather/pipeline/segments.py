@@ -55,6 +55,7 @@ from lather.pipeline.segment_functions import (
 )
 from lather.pipeline.segment_runner import SegmentRunner
 from lather.pipeline.tape import Cut, Frees, Outputs, inside
+from lather.profiled import profiled
 from lather.shapes import Float
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class Segments(SegmentRunner):
 
         A summary of each MoE block is appended to `routings`. Without grad mode nothing is kept."""
         if stage.embed_tokens is not None:
-            with parameters.visit():
+            with parameters.visit(), profiled("segment.embedding"):
                 tape.embed, (x_BSD,) = Cut.run(
                     partial(embed_tokens, stage.embed_tokens, tape.micro_batch.tokens_BS), ()
                 )

@@ -33,6 +33,8 @@ class Cut:
     `backward` once."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.name = "embedding"
+        """Name of the segment in profiles of its backward pass; other segments set their own."""
         self._leaves = [x.detach().requires_grad_() for x in inputs]
         self._edges: list[GradientEdge | None] = []
         """Gradient edge of each output; None for an output without a gradient."""

@@ -44,6 +44,7 @@ from lather.train.outcome import RunOutcome, finish, outcome_of
 from lather.train.requests import SAME_REQUEST_SECONDS, RunRequests, TimeLimit
 from lather.train.run_dir import RunData, RunDirectory, open_on_all_ranks
 from lather.train.run_record import RunRecord
+from lather.train.step_profile import StepProfile
 from lather.train.validation import Validation
 
 
@@ -158,6 +159,7 @@ class _TrainingRun:
         self.validation = Validation(
             self.engine, self.average, data.held_out, self.notices, display.note
         )
+        self.profile = StepProfile(config, mesh, display.note, self.progress.step)
         self.last_request = 0.0
         """When the last requested checkpoint was started, in seconds of `time.monotonic`."""
         self.out_of_time = False
@@ -206,13 +208,15 @@ class _TrainingRun:
             self._before_first_step()
             while self.progress.step < train.steps and not self._must_end(requests, limit):
                 start = time.monotonic()
-                self._train_step()
+                with self.profile.step(self.progress.step + 1):
+                    self._train_step()
                 step = self.progress.step
                 is_validated = step == train.steps or _is_due(step, train.validation_every)
                 is_best = is_validated and self._validate()
                 limit.count_step(time.monotonic() - start)
                 if (is_best or _is_due(step, saving.every)) and step < train.steps:
                     self._save()
+            self.profile.finish()
             checkpoint = self._save()
             self.saver.wait()
             averages = () if self.average is None else self.average.values.values()

@@ -50,6 +50,7 @@ from torch import Tensor, nn
 
 from lather.boxes import gradient_dtype, is_dtensor
 from lather.device import no_autocast
+from lather.profiled import profiled
 from lather.shapes import Float
 
 
@@ -121,6 +122,7 @@ class WeightGradients:
         self.run(now)
 
     @staticmethod
+    @profiled("weight_gradients")
     def run(entries: Sequence[DeferredGradient]) -> None:
         """Compute each gradient and add it to `.grad`, in the dtype of gradients of the weight
         (`lather.boxes.gradient_dtype`); an entry then drops its tensors."""

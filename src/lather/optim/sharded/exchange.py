@@ -24,6 +24,7 @@ from lather.optim.batched.pinned import is_offloaded
 from lather.optim.batched.remainders import exact_weight, remainder_of
 from lather.optim.batched.roster import REPLACEMENT, Change, ParamInfo
 from lather.optim.sharded.owners import OwnedParameter, OwnedUnit
+from lather.profiled import profiled
 from lather.torch_private import foreach_copy_
 
 
@@ -148,6 +149,7 @@ class OwnerExchange:
     def _dtype_of(self, name: str) -> torch.dtype:
         return self.grad_dtype if name == "received" else self.weight_dtype
 
+    @profiled("optim.exchange")
     def finish_in(self) -> None:
         """Assemble the received gradients and weights of the matrices that this rank owns, and
         allocate their updates."""
@@ -181,6 +183,7 @@ class OwnerExchange:
         self.forget()
         self._leaving = [leaving]
 
+    @profiled("optim.exchange")
     def finish_out(self, state: States) -> dict[tuple[Change, int], Changed]:
         """Receive the updates, and return for each change and t this rank's parts of the
         parameters, their updates, and their remainders if they have any."""
