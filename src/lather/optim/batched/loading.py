@@ -1,9 +1,10 @@
 """Checks a saved optimizer before it is loaded, and takes over the state of other optimizers.
 
 torch.optim.Muon and Jordan's Muon keep the same momentum as Lather's rules with Muon's momentum, B
-= mu B + (1 - mu) G, and nothing else: no step count, no rows' moments, no bases. Such a state is
-completed: what is missing has its initial value. The options are translated, so that training
-continues with the same update. Adam's state (torch.optim.AdamW) fits as it is."""
+= mu B + (1 - mu) G, and nothing else: no step count, no rows' moments, no bases. (Groups of the
+package muonium are translated first, by the module of that name.) Such a state is completed: what
+is missing has its initial value. The options are translated, so that training continues with the
+same update. Adam's state (torch.optim.AdamW) fits as it is."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from lather.boxes import is_dtensor, local
 from lather.optim.batched.formats import CODES, check_finite, pack
 from lather.optim.batched.known_keys import QUINTIC, TORCH_SCALES, is_quintic
 from lather.optim.batched.matrix_layout import Layout
+from lather.optim.batched.muonium import from_muonium
 from lather.optim.batched.optional_entries import with_optional
 from lather.optim.batched.remainders import check_remainder
 from lather.optim.batched.roster import plain_options
@@ -46,6 +48,7 @@ def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -
     groups, from which it gets `PLACES`, a `state_dtype` other than None, to which its state is
     converted, and the options that it lacks; entries that another Muon lacks have their initial
     values. Raises ValueError if it does not fit."""
+    saved = from_muonium(saved)
     theirs = saved["param_groups"]
     lengths = [[len(group["params"]) for group in all_groups] for all_groups in (theirs, groups)]
     if lengths[0] != lengths[1]:
@@ -128,10 +131,13 @@ def _muon_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any] 
     same |= {"coefficients": "quintic", "weight_decay_method": "decoupled"}
     if group.keys() >= TORCH_MUON:
         scale = plain(group["adjust_lr_fn"])
-        if not is_quintic(group["ns_coefficients"]):
+        coefficients = group["ns_coefficients"]  # a name in those of `from_muonium`
+        if isinstance(coefficients, str):
+            same |= {"coefficients": coefficients}
+        elif not is_quintic(coefficients):
             raise ValueError(
                 f"the saved optimizer is a torch.optim.Muon with ns_coefficients="
-                f"{group['ns_coefficients']!r}; of these, Lather takes {QUINTIC} alone: "
+                f"{coefficients!r}; of these, Lather takes {QUINTIC} alone: "
                 "begin with a fresh state, and coefficients='quintic' or 'polar_express'"
             )
         if scale not in TORCH_SCALES:
