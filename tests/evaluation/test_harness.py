@@ -1,5 +1,5 @@
-"""Tasks of lm-evaluation-harness, on tasks made on the spot: transformers' results of the exported
-model against direct computation with Lather's."""
+"""Tasks of lm-evaluation-harness, on tasks made on the spot, against direct computation and against
+the harness's own model, which runs the exported folder with transformers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from tokenizers import Tokenizer
 lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra lm-eval is not installed")
 
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
+from tokenizers.processors import TemplateProcessing  # noqa: E402
 
 from lather.cli import main  # noqa: E402
 from lather.errors import UserError  # noqa: E402
-from lather.evaluation import harness  # noqa: E402
+from lather.evaluation import harness, harness_model  # noqa: E402
 from lather.evaluation.harness import find_tasks, run_tasks  # noqa: E402
+from lather.evaluation.harness_model import TasksModel  # noqa: E402
 from lather.models.decoder import Decoder  # noqa: E402
-from lather.train.trained_model import TrainedModel  # noqa: E402
+from lather.train.trained_model import Running, TrainedModel  # noqa: E402
 from tiny_run import write_config  # noqa: E402
 
 CONTEXT, NUM_TOKENS = 16, 6
@@ -141,8 +145,8 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_names_of_tasks_may_have_wildcards(task_folder: Path) -> None:
-    _, found = find_tasks(["small_t*", "small_w*"], task_folder)
-    assert found == ["small_texts", "small_words"]
+    found = find_tasks(["small_t*", "small_w*"], task_folder)
+    assert found.names == ["small_texts", "small_words"]
 
 
 def test_tasks_have_the_results_of_direct_computation(
@@ -155,8 +159,7 @@ def test_tasks_have_the_results_of_direct_computation(
         for row in read_rows(task_folder)
     ]
     write_rows(task_folder, rows)
-    manager, names = find_tasks(["small_*"], task_folder)
-    found = run_tasks(trained, names, manager, context=CONTEXT, batch_size=3)
+    found = run_tasks(trained, find_tasks(["small_*"], task_folder), context=CONTEXT, batch_size=3)
 
     right, words = 0, []
     for row in rows:
@@ -185,6 +188,77 @@ def test_tasks_have_the_results_of_direct_computation(
     assert found["small_texts"]["bits_per_byte,none"] == pytest.approx(
         total / math.log(2) / num_bytes, rel=1e-5
     )
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_answers_are_those_of_the_harness_own_model(
+    trained: TrainedModel, begins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`HFLM` reads the exported folder with transformers. With `begins`, the tokenizer puts a token
+    before each text. Blocks that are read from disk give the same bits."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(trained.run / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = trained.chat_template().source
+    if begins:
+        tokenizer.bos_token = "def"
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single="def $A", special_tokens=[("def", tokenizer.bos_token_id)]
+        )
+    monkeypatch.setattr(harness_model, "_tokenizer", lambda trained: tokenizer)
+    trained.export(tmp_path / "exported", torch.float32)
+    context: dict[str, Any] = {"batch_size": 3, "max_length": 2 * CONTEXT}
+    theirs = HFLM(str(tmp_path / "exported"), tokenizer=tokenizer, device="cpu", **context)
+    expected = answers(theirs)
+    for layerwise in ("never", "always"):
+        with trained.running(Running(layerwise=layerwise), "cpu") as decoder:
+            ours = TasksModel(trained, decoder, context=2 * CONTEXT, batch_size=3)
+            actual = answers(ours)
+        for kind in ("loglikelihood", "loglikelihood_rolling"):
+            assert actual[kind] == pytest.approx(expected[kind], rel=1e-5)
+        assert actual["generate_until"] == expected["generate_until"]
+        assert actual["greedy"] == expected["greedy"]
+        assert ours.apply_chat_template(CHAT) == theirs.apply_chat_template(CHAT)
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def answers(model: Any) -> dict[str, list[Any]]:
+    """Ask for texts that are too long, without a context, with the same inputs, that begin with
+    special tokens, and for further tokens up to ends that come early, late and never."""
+
+    def ask(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        requests = [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
+        found: list[Any] = getattr(model, kind)(requests, disable_tqdm=True)
+        return found
+
+    code = "def f(x):\n    return x + 1\n"
+    pairs = [("", "return x"), ("x =", " 1"), ("x =", " x"), ("x = ", "y"), (code * 4, " None")]
+    pairs += [("<|endoftext|>x", " = 1"), ("def f", "(x):\n    return"), (code, code[:20])]
+    scores = ask("loglikelihood", *pairs)
+    ends = [[], ["x"], ["\n", "return"], "1"]
+    settings = [{"until": until, "max_gen_toks": NUM_TOKENS} for until in ends]
+    return {
+        "loglikelihood": [score for score, _ in scores],
+        "greedy": [is_greedy for _, is_greedy in scores],
+        "loglikelihood_rolling": ask("loglikelihood_rolling", (code,), (code * 5,), ("x",)),
+        "generate_until": ask(
+            "generate_until", *((text, each) for each in settings for text, _ in pairs if text)
+        ),
+    }
+
+
+def test_a_model_that_transformers_computes_differently_runs(run: Path, task_folder: Path) -> None:
+    trained = TrainedModel.find(str(run))
+    model = dataclasses.replace(trained.config.model, norm_topk_prob=True, num_experts_per_tok=2)
+    config = dataclasses.replace(trained.config, model=model)
+    tasks = find_tasks(["small_words"], task_folder)
+    perplexities = [
+        run_tasks(each, tasks, context=CONTEXT)["small_words"]["perplexity,none"]
+        for each in (trained, dataclasses.replace(trained, config=config))
+    ]
+    assert perplexities[0] != perplexities[1]
 
 
 def test_the_command_shows_tasks_and_records_them(
@@ -224,16 +298,16 @@ def test_the_harness_gets_the_options_and_the_conversations_of_the_run(
     end = TrainedModel.find(str(run)).tokenizer().token_to_id("<|endoftext|>")
     assert model.eot_token_id == model.prefix_token_id == end
     weights = TrainedModel.find(str(run), 4).decoder("cpu").embed_tokens.weight
-    assert torch.equal(model.model.get_input_embeddings().weight, weights)
+    assert torch.equal(model._decoder.embed_tokens.weight, weights)
 
 
-def test_transformers_computes_in_the_precision_of_the_run(run: Path, task_folder: Path) -> None:
+def test_tasks_are_computed_in_the_precision_of_the_run(run: Path, task_folder: Path) -> None:
     trained = TrainedModel.find(str(run))
     train = dataclasses.replace(trained.config.train, precision="bf16")
     mixed = dataclasses.replace(trained, config=dataclasses.replace(trained.config, train=train))
-    manager, names = find_tasks(["small_words"], task_folder)
+    tasks = find_tasks(["small_words"], task_folder)
     in_fp32, in_bf16 = (
-        run_tasks(model, names, manager, context=CONTEXT)["small_words"]["perplexity,none"]
+        run_tasks(model, tasks, context=CONTEXT)["small_words"]["perplexity,none"]
         for model in (trained, mixed)
     )
     assert in_bf16 == pytest.approx(in_fp32, rel=2e-3)
@@ -281,19 +355,14 @@ def test_what_cannot_be_run_is_refused(
     absent = ["--task-folder", tmp_path / "absent"]
     assert "not a folder" in message(run, "--tasks", "small", *absent)
     line = message(run, "--tasks", "small_answers", *folder, "--sequence-length", NUM_TOKENS)
-    assert "the model reads 6 tokens (Invalid configuration" in line
+    assert "the model reads 6 tokens, and a task asks for 6 further ones" in line
     assert line.endswith("give more (--sequence-length)")
-    monkeypatch.setattr(transformers, "CONFIG_MAPPING", {})
-    line = message(run, "--tasks", "small_texts", *folder)
-    assert "no language model of the family 'deepseek_v2': evaluate it on held-out sets" in line
-
-
-def test_a_model_that_transformers_computes_differently_is_refused(run: Path) -> None:
-    trained = TrainedModel.find(str(run))
-    model = dataclasses.replace(trained.config.model, norm_topk_prob=True, num_experts_per_tok=2)
-    config = dataclasses.replace(trained.config, model=model)
-    with pytest.raises(UserError, match=r"ignores norm_topk_prob = true .* held-out sets \(DATA\)"):
-        harness.check_model(dataclasses.replace(trained, config=config))
+    line = message(run, "--tasks", "small_questions", *folder, "--sequence-length", 1)
+    assert "the model reads 1 tokens, and a text to score has " in line
+    file = task_folder / "small_answers.yaml"
+    file.write_text(file.read_text().replace("until: []", "until: []\n  num_beams: 3"))
+    line = message(run, "--tasks", "small_answers", *folder)
+    assert "a task generates texts with num_beams = 3, which Lather does not have" in line
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(

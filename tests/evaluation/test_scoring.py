@@ -16,7 +16,7 @@ from lather.data.batches import Batch, Source
 from lather.data.sequences import IGNORE_INDEX, OfPositions
 from lather.data.shards import Array
 from lather.evaluation import scoring
-from lather.evaluation.scoring import Score, score_batches, score_set
+from lather.evaluation.scoring import Score, score_head, score_set, states_of
 from models.tiny import error, random_tokens, tiny_family_model
 
 
@@ -44,7 +44,8 @@ def test_scores_are_those_of_all_logits(
         logits.flatten(0, 1), batch.labels_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX
     )
     is_label = batch.labels_BS.flatten() != IGNORE_INDEX
-    ((_, nats_N, hits_N),) = score_batches(model, [batch])
+    ((_, x_BSD),) = states_of(model, [batch])
+    nats_N, hits_N = score_head(x_BSD, batch.labels_BS, model.lm_head.weight)
     assert nats_N.dtype == torch.float64
     assert error(nats_N, expected[is_label]) < 1e-12
     assert torch.equal(hits_N, (logits.argmax(-1) == batch.labels_BS).flatten()[is_label])

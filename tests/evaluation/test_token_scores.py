@@ -76,7 +76,8 @@ def test_the_command_adds_fields_and_changes_no_others(
     made = ["data", "make", str(tmp_path / "rows"), names[2], "--token-rows"]
     assert main([*made, "--vocab-size", "300", "--holdout-every", "0"]) == 0
     assert (tmp_path / "rows/train-00000-000.routing.npy").exists()
-    assert main(["score", names[0], names[2], names[2], "--batch-size", "2"]) == 0
+    from_disk = ["--batch-size", "2", "--layerwise", "always"]
+    assert main(["score", names[0], names[2], names[2], *from_disk]) == 0
     assert read_rows(tmp_path / "out.jsonl") == before
 
 

@@ -84,11 +84,6 @@ class EvalArguments:
     chat_template: bool = False
     """Format the tasks' documents as conversations, with the tokenizer's chat template."""
 
-    @property
-    def running(self) -> Running:
-        """How the model runs."""
-        return Running(self.dtype, self.layerwise)
-
 
 def eval_command(arguments: list[str]) -> None:
     """Evaluate, print a table (or an object with --json), and append the results to the run's
@@ -145,7 +140,7 @@ def _score_sets(
         return {}
     vocab_size, rows = trained.config.model.vocab_size, {}
     with (
-        trained.running(parsed.running) as decoder,
+        trained.running(Running(parsed.dtype, parsed.layerwise)) as decoder,
         Console(stderr=True).status("") as status,
         trained.precision(decoder.device, parsed.dtype),
     ):
@@ -177,8 +172,8 @@ def _prepare_tasks(
     trained: TrainedModel, tasks: list[str], parsed: EvalArguments, context: int
 ) -> Callable[[], dict[str, Any]]:
     """Return the function that runs the tasks. Raises UserError if a package is not installed, if
-    the harness lacks a task, or if transformers cannot run the model."""
-    for package in ("lm_eval", "transformers", "accelerate"):
+    the harness lacks a task, or if the tokenizer has no end of text."""
+    for package in ("lm_eval", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise UserError(
                 f"--tasks needs {package}, which is not installed: pip install 'lather[lm-eval]'"
@@ -186,12 +181,12 @@ def _prepare_tasks(
     from lather.evaluation.harness import check_model, find_tasks, run_tasks
 
     check_model(trained)
-    manager, names = find_tasks(tasks, parsed.task_folder)
+    found = find_tasks(tasks, parsed.task_folder)
     return lambda: run_tasks(
         trained,
-        names,
-        manager,
+        found,
         context=context,
+        running=Running(parsed.dtype, parsed.layerwise),
         batch_size=parsed.batch_size,
         limit=parsed.limit,
         shots=parsed.num_fewshot,

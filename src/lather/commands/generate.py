@@ -31,7 +31,7 @@ from lather.lines import rule
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
 from lather.optim.options import Count, Range
-from lather.train.trained_model import Layerwise, Running, TrainedModel
+from lather.train.trained_model import Layerwise, TrainedModel
 
 INPUTS = "--prompt TEXT, --prompts FILE, --message TEXT or --chat"
 SEEDS = 2**64
@@ -86,11 +86,6 @@ class GenerateArguments:
     device's memory: always, never, or, with auto, if the weights do not fit."""
     json: bool = False
     """Print one JSON object per text, each on a line."""
-
-    @property
-    def running(self) -> Running:
-        """How the model runs."""
-        return Running(self.dtype, self.layerwise)
 
 
 def generate_command(arguments: list[str]) -> None:
@@ -157,6 +152,7 @@ class _Writer:
     def __init__(self, parsed: GenerateArguments, trained: TrainedModel) -> None:
         self._parsed, self._trained = parsed, trained
         self._context = trained.context(parsed.context)
+        self._running = Running(parsed.dtype, parsed.layerwise)
         self._sampling = Sampling(parsed.temperature, parsed.top_k, parsed.top_p)
         self._tokenizer: Tokenizer = trained.tokenizer()
         self._ends = trained.stop_tokens(self._tokenizer)
@@ -170,7 +166,7 @@ class _Writer:
     def write_all(self, prompts: list[Prompt]) -> None:
         """Write the texts of all prompts, `num_samples` for each."""
         encoded = [self._encode(prompt) for prompt in prompts]
-        with self._trained.running(self._parsed.running) as decoder:
+        with self._trained.running(self._running) as decoder:
             self._write_all(decoder, prompts, encoded)
 
     def _write_all(self, decoder: Decoder, prompts: list[Prompt], encoded: list[list[int]]) -> None:
@@ -199,7 +195,7 @@ class _Writer:
     def talk(self, lines: Iterator[str]) -> None:
         """Answer one message after the other, each with the whole conversation so far as its
         context."""
-        with self._trained.running(self._parsed.running) as decoder:
+        with self._trained.running(self._running) as decoder:
             self._talk(decoder, lines)
 
     def _talk(self, decoder: Decoder, lines: Iterator[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 
@@ -21,7 +21,7 @@ from lather.errors import DataError
 from lather.evaluation.token_scores import ScoredTokens, score_tokens
 from lather.files import whole_file
 from lather.optim.options import Count
-from lather.train.trained_model import TrainedModel
+from lather.train.trained_model import Layerwise, Running, TrainedModel
 
 LOGPROBS = "logprobs"
 Row = tuple[dict[str, Any], TokenRow]
@@ -48,6 +48,11 @@ class ScoreArguments:
     weights: Weights = "raw"
     """raw: the weights after that step; average: those that the run has averaged
     (train.average_timescale); last:N: the mean of the last N checkpoints."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Data type of weights, activations and products; left out: as the run was trained."""
+    layerwise: Layerwise = "auto"
+    """Read the weights of a block from disk when it runs, so that the model may be larger than the
+    device's memory: always, never, or, with auto, if the weights do not fit."""
 
 
 def score_command(arguments: list[str]) -> None:
@@ -58,14 +63,13 @@ def score_command(arguments: list[str]) -> None:
     longest = trained.config.model.max_position_embeddings
     for _, row in _rows(parsed.rows, vocab_size, longest):  # before the model is loaded
         del row
-    decoder = trained.decoder()
-    device, done = next(decoder.parameters()).device, 0
-    rows = _rows(parsed.rows, vocab_size, longest)
+    rows, done = _rows(parsed.rows, vocab_size, longest), 0
     with (
+        trained.running(Running(parsed.dtype, parsed.layerwise)) as decoder,
         whole_file(parsed.out, "OUT") as aside,
         aside.open("w", encoding="utf-8") as file,
         Console(stderr=True).status("") as status,
-        trained.precision(device),
+        trained.precision(decoder.device, parsed.dtype),
     ):
         while batch := list(islice(rows, parsed.batch_size)):
             documents = [row.tokens.tolist() for _, row in batch]

@@ -44,11 +44,10 @@ CONTINUED = "##"
 
 
 @torch.no_grad()
-def score_batches(
+def states_of(
     model: Decoder, batches: Iterable[Batch]
-) -> Iterator[tuple[Batch, Float[Tensor, " n"], Bool[Tensor, " n"]]]:
-    """Yield each batch with the nats of its labels that are not `IGNORE_INDEX`, in row order, and
-    whether each was the most likely token; both on the model's device. As many batches are read
+) -> Iterator[tuple[Batch, Float[Tensor, "b s d"]]]:
+    """Yield each batch with the head's inputs, while the head is ready. As many batches are read
     ahead as the model takes at a time; the first is the largest."""
     left = iter(batches)
     for first in left:
@@ -56,8 +55,7 @@ def score_batches(
         group = [first, *itertools.islice(left, more)]
         states = model.hidden_of([_tokens_and_layout(model, batch) for batch in group])
         with model.ready(model.lm_head):
-            for batch, x_BSD in zip(group, states, strict=True):
-                yield batch, *score_head(x_BSD, batch.labels_BS, model.lm_head.weight)
+            yield from zip(group, states, strict=True)
 
 
 def _tokens_and_layout(model: Decoder, batch: Batch) -> tuple[Tensor, SequenceLayout]:
@@ -67,11 +65,13 @@ def _tokens_and_layout(model: Decoder, batch: Batch) -> tuple[Tensor, SequenceLa
     return batch.inputs_BS.to(model.device), layout.with_padding(batch.padding_BS)
 
 
+@torch.no_grad()
 def score_head(
-    x_BSD: Float[Tensor, "b s d"], labels_BS: Int[Tensor, "b s"], head_VD: Float[Tensor, "v d"]
+    x_BSD: Float[Tensor, "*b d"], labels_BS: Int[Tensor, "*b"], head_VD: Float[Tensor, "v d"]
 ) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
-    """Return the nats of the labels of one batch, as `score_batches` does, from the input of the
-    model's head and its weights."""
+    """Return for inputs of the model's head and its weights the nats of each label that is not
+    `IGNORE_INDEX`, in order, and whether it was the most likely token; both on the model's
+    device."""
     labels_BS = labels_BS.to(x_BSD.device)
     is_label_BS = labels_BS != IGNORE_INDEX
     x_ND, labels_N = x_BSD[is_label_BS], labels_BS[is_label_BS]
@@ -139,7 +139,8 @@ def score_set(
         read_batch([source], [(0, index) for index in indices[first : first + batch_size]])
         for first in range(0, len(indices), batch_size)
     )
-    for batch, nats_N, hits_N in score_batches(model, batches):
+    for batch, x_BSD in states_of(model, batches):
+        nats_N, hits_N = score_head(x_BSD, batch.labels_BS, model.lm_head.weight)
         labels_N = batch.labels_BS[batch.labels_BS != IGNORE_INDEX]
         nats += nats_N.double().sum().item()
         hits += int(hits_N.sum())

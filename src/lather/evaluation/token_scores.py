@@ -43,15 +43,15 @@ def score_tokens(
 
 @torch.no_grad()
 def _score_batch(model: Decoder, documents: list[Sequence[int]]) -> Iterator[ScoredTokens]:
-    device = next(model.parameters()).device
     lengths = [len(document) for document in documents]
     tokens_BS = torch.full((len(documents), max(lengths) + 1), IGNORE_INDEX)
     for row, document in enumerate(documents):
         tokens_BS[row, : len(document)] = torch.tensor(document)
     batch = Batch.of_tokens(tokens_BS)
-    inputs_BS, labels_BS = batch.inputs_BS.to(device), batch.labels_BS.to(device)
+    inputs_BS, labels_BS = batch.inputs_BS.to(model.device), batch.labels_BS
     x_BSD, routings = model.hidden(inputs_BS, padding_BS=batch.padding_BS)
-    nats_N, _ = score_head(x_BSD, labels_BS, model.lm_head.weight)
+    with model.ready(model.lm_head):
+        nats_N, _ = score_head(x_BSD, labels_BS, model.lm_head.weight)
     chosen = [routing.experts_TK.to(torch.int16) for routing in routings]
     routing_TLK = torch.stack(chosen, 1) if chosen else inputs_BS.new_empty(inputs_BS.numel(), 0, 0)
     routing_BSLK = read(routing_TLK, Read.SCORES).unflatten(0, inputs_BS.shape)

@@ -34,7 +34,7 @@ from lather.memory_limits import free_memory
 from lather.models.adapted import MergedTensors
 from lather.models.decoder import Decoder
 from lather.models.generate import generate
-from lather.models.hf.model_export import MAX_SHARD_BYTES, save_hugging_face
+from lather.models.hf.model_export import MAX_SHARD_BYTES, save_hugging_face, write_companions
 from lather.models.hf.model_folder import TOKENIZER_FILE
 from lather.models.streamed import StreamedDecoder
 from lather.pipeline.model_part import allocate
@@ -75,6 +75,9 @@ class Running:
     @property
     def torch_dtype(self) -> torch.dtype | None:
         return {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
+
+
+AS_TRAINED = Running()
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,11 @@ class TrainedModel:
                 ends=self._exported_ends(),
             )
 
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer's files into a folder, as `export` does."""
+        length = self.config.model.max_position_embeddings
+        write_companions(folder, self._exported_tokenizer() or self.run / TOKENIZER_FILE, length)
+
     def _exported_tokenizer(self) -> Path | None:
         """Return the run's tokenizer, or the folder of its companion files if an import left
         these."""
@@ -228,10 +236,14 @@ class TrainedModel:
         if not (self.run / TOKENIZER_FILE).is_file():
             return []
         tokenizer = self.tokenizer()
+        return sorted(self.ends_of_answers(tokenizer))
+
+    def ends_of_answers(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Return the tokens that end a text and, if there is a chat template, an answer."""
         ends = self.stop_tokens(tokenizer)
         if self.has_conversations():
             ends |= ConversationFormat(tokenizer, self.chat_template()).stop_tokens
-        return sorted(ends)
+        return ends
 
     def precision(
         self, device: torch.device, dtype: str | None = None

@@ -121,7 +121,7 @@ def save_hugging_face(
         write_published(aside, to_write, max_shard_bytes)
         ids: dict[str, Any] = {}
         if tokenizer is not None:
-            ids = _write_companions(aside, Path(tokenizer), config.max_position_embeddings)
+            ids = write_companions(aside, Path(tokenizer), config.max_position_embeddings)
         if ends and not (aside / GENERATION_FILE).exists():
             end = list(ends) if len(ends) > 1 else ends[0]
             write_json(aside / GENERATION_FILE, {**ids, "eos_token_id": end})
@@ -213,7 +213,7 @@ def copy_companions(source: StrPath, target: StrPath) -> list[str]:
     return names
 
 
-def _write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[str, Any]:
+def write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[str, Any]:
     """Copy or make the tokenizer's files in `folder`; return the ids of its special tokens, for
     config.json."""
     if tokenizer.is_dir():
