@@ -122,6 +122,13 @@ def test_soap_tensor_parallel() -> None:
     assert float(difference.split()[-1]) < 1e-4
 
 
+def test_policy_gradient() -> None:
+    lines = run_example("policy_gradient.py").splitlines()
+    rewards = [float(line.split()[3]) for line in lines]
+    assert rewards[0] < 0.6, lines
+    assert rewards[-1] > 0.8, lines
+
+
 def test_finetune_chat() -> None:
     """Answers that were held out are learned, a question is answered, and both exports are made."""
     lines = run_example("finetune_chat.py").splitlines()
