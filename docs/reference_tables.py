@@ -30,7 +30,13 @@ from lather.config.kind_config import KINDS, KindConfig
 from lather.config.optim import OptimConfig
 from lather.models.rotary import YarnConfig
 from lather.optim.options import documentation_of
-from lather.train.metrics import AttentionLogitsRow, ExpertLoadRow, StepRow, ValidationRow
+from lather.train.metrics import (
+    AttentionLogitsRow,
+    ExpertLoadRow,
+    StepRow,
+    SuspectRow,
+    ValidationRow,
+)
 
 DOCS = Path(__file__).resolve().parent
 PAGES = [DOCS / f"{name}.md" for name in ("configuration", "commands", "metrics")]
@@ -223,6 +229,7 @@ ROWS = {
     "Validations": ValidationRow,
     "Loads of experts": ExpertLoadRow,
     "Logits of attention heads": AttentionLogitsRow,
+    "Suspect steps": SuspectRow,
 }
 
 

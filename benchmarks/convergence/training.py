@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks.convergence.study import Row, Trial
 from lather.files import read_rows
-from lather.train.loop import DivergedError, train
+from lather.train.diverged import DivergedError
+from lather.train.loop import train
 from lather.train.metrics import StepRow, training_rows
 from lather.train.requests import RunRequests
 

@@ -25,7 +25,8 @@ from lather.pipeline.partition import Partition
 from lather.pipeline.picture import read_timeline
 from lather.pipeline.schedule import WHOLE_STAGE, Kind, dualpipev
 from lather.train import loop, memory_check
-from lather.train.loop import DivergedError, train
+from lather.train.diverged import DivergedError
+from lather.train.loop import train
 from tiny_model import TINY
 from tiny_run import TIME_FIELDS
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
+from lather.engine.step_reading import NO_LABELS, NOT_FINITE
 from lather.train.display import Clock, LiveDisplay, PlainDisplay
 from lather.train.metrics import StepRow
 
@@ -67,7 +68,9 @@ def test_plain_lines_say_how_much_time_is_left(
 def test_a_skipped_step_always_has_a_plain_line(
     step_row: MakeRow, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    PlainDisplay(every=100).step(step_row(7, loss=float("nan"), skipped=True), 200)
+    PlainDisplay(every=100).step(
+        step_row(7, loss=float("nan"), skip_reason=NOT_FINITE, skipped=True), 200
+    )
     assert capsys.readouterr().out == "step 7/200  skipped: loss or gradient not finite  1 s\n"
 
 
@@ -78,7 +81,8 @@ def test_a_step_without_labels_has_a_plain_line_when_others_have(
     """With few answers many steps have none, and a notice has told of the first."""
     display = PlainDisplay(every=10)
     for step in range(7, 13):
-        display.step(step_row(step, loss=float("nan"), tokens=0, skipped=True), 200)
+        row = step_row(step, loss=float("nan"), tokens=0, skip_reason=NO_LABELS, skipped=True)
+        display.step(row, 200)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("step 10/200  skipped: no token to learn")
 

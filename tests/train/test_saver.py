@@ -22,7 +22,8 @@ from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.optim import AdamW
 from lather.train.display import PlainDisplay
-from lather.train.loop import DivergedError, train
+from lather.train.diverged import DivergedError
+from lather.train.loop import train
 
 
 class Trainee:

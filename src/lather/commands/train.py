@@ -27,7 +27,8 @@ from lather.parallel.launch.start import GroupOptions, run_ranks, take_nproc
 from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
 from lather.train.display import LiveDisplay, PlainDisplay
-from lather.train.loop import DivergedError, train
+from lather.train.diverged import DivergedError
+from lather.train.loop import train
 from lather.train.outcome import RunOutcome
 from lather.train.requests import RunRequests
 from lather.train.run_config import (

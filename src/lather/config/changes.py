@@ -55,6 +55,7 @@ FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "offload", "max_state_
 """Options of rules."""
 CHANGEABLE = (
     *("data.path", "data.weights", "train.max_grad_norm", "train.qk_clip", "train.steps"),
+    *("train.skip_steps", "train.spikes", "train.spike_deviations", "train.spike_window"),
     *("moe.balance_coefficient", "moe.z_loss_coefficient"),
     *("train.average_timescale", "train.gradient_dtype", "train.mtp_loss_weight"),
     "train.weight_dtype",

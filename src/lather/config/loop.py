@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from lather.config.records import Number
 from lather.config.rule_fields import check_ranges
+from lather.config.step_ranges import StepRanges
 from lather.data.batch_sizes import BatchSizes
 from lather.errors import ConfigError, require
-from lather.optim.options import Count, Decay, NonNegative, Positive, Range
+from lather.optim.options import Count, Decay, NonNegative, Positive, Range, at_least
 
 Patterns = Annotated[tuple[str, ...], Range("patterns of names, none empty", all)]
 
@@ -55,7 +56,19 @@ class LoopConfig:
     frozen: Patterns = ()
     """Patterns of parameter names not to train; they take precedence over trainable and [lora]."""
     max_skipped_steps: Count = 10
-    """Stop the run after this many consecutive steps whose loss or gradient was not finite."""
+    """Stop the run after this many consecutive steps that were skipped because their loss or
+    gradient was not finite, or a spike."""
+    skip_steps: StepRanges = ""
+    """Steps to leave out, such as "120:140 300": 120 to 140, both included, and 300. They compute
+    and change nothing; all other steps keep their numbers, batches and learning rates."""
+    spikes: Literal["off", "note", "skip"] = "off"
+    """Treatment of a step whose loss or gradient norm is a spike. note: take it, and name the
+    documents that it read. skip: also change nothing in it. off: do not look for spikes."""
+    spike_deviations: Positive = 8.0
+    """Deviations above the median of the last steps from which on a loss, or the logarithm of a
+    gradient norm, is a spike; a deviation is 1.4826 times the median absolute deviation."""
+    spike_window: Annotated[int, at_least(20)] = 100
+    """Last steps with which a step is compared; the first 20 steps of a run are no spikes."""
     validation_every: Number = 100
     """Steps between validations; the run is always validated at its start and at its end. 0: only
     then."""

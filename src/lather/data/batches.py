@@ -164,8 +164,8 @@ class Batches:
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """Read the sequences of step `step` (counted from 1) for data rank `rank` of `ranks`. A
         batch may span two epochs; no sequence is dropped."""
-        start, size = self.sizes.before(step), self.sizes.of(step)
-        samples, each = self.order.samples(start, start + size), size // ranks
+        samples = self.samples(step)
+        each = len(samples) // ranks
         batch = read_batch(self.sources, samples[rank * each : (rank + 1) * each])
         sequences = [(self.sources[source].sequences, index) for source, index in samples]
         counts = [of_source.num_labels(index) for of_source, index in sequences]
@@ -175,6 +175,12 @@ class Batches:
             labels_of_all=sum(known) if len(known) == len(counts) else None,
             tokens_of_all=sum(of_source.num_tokens(index) for of_source, index in sequences),
         )
+
+    def samples(self, step: int) -> list[tuple[int, int]]:
+        """Return the sequences of a step (counted from 1), as pairs of (number of the source,
+        number of the sequence)."""
+        start = self.sizes.before(step)
+        return self.order.samples(start, start + self.sizes.of(step))
 
 
 class HeldOut:

@@ -53,6 +53,9 @@ class Sequences(Protocol):
     def num_labels(self, index: int) -> int | None:
         """Return the number of labels of a sequence; None: not known before it is read."""
 
+    def documents(self, index: int) -> list[int]:
+        """Return the numbers of the documents in a sequence, counted from 0 in the split."""
+
     def fill(
         self,
         index: int,
@@ -87,6 +90,11 @@ class Windows:
 
     def num_labels(self, index: int) -> int | None:
         return None if self.reader.has_mask else self.num_tokens(index)
+
+    def documents(self, index: int) -> list[int]:
+        start = index * self.length
+        first, last = map(self.reader.document_at, (start, start + self.num_tokens(index) - 1))
+        return [*range(first, last + 1)]
 
     def fill(
         self,
@@ -127,6 +135,9 @@ class PackedDocuments:
 
     def _chunks_of(self, index: int) -> npt.NDArray[np.void]:
         return self._chunks[int(self._starts[index]) : int(self._starts[index + 1])]
+
+    def documents(self, index: int) -> list[int]:
+        return [self.reader.document_at(int(start)) for start in self._chunks_of(index)["start"]]
 
     def fill(
         self,

@@ -195,6 +195,8 @@ class ShardReader:
         self.starts = np.concatenate(
             [[0], np.cumsum([entry.tokens for entry in entries], dtype=np.int64)]
         )
+        documents = np.cumsum([entry.documents for entry in entries], dtype=np.int64)
+        self._documents_before = np.concatenate([[0], documents])
         self.has_mask = any(entry.has_mask for entry in entries)
         self.columns: dict[str, tuple[int, ...]] = {}
         """Shape of a token's value in each column, by name."""
@@ -226,13 +228,26 @@ class ShardReader:
         `start` and up to `stop`."""
         parts = [np.empty(0, np.int64)]
         for shard in range(self._shard_at(start), self._shard_at(max(start, stop - 1)) + 1):
-            entry, first = self.entries[shard], int(self.starts[shard])
-            if entry.documents:
-                path = self.folder / f"{entry.name}.ends.npy"
-                ends = np.memmap(path, "<i8", "r", HEADER_BYTES, (entry.documents,))
-                low, high = np.searchsorted(ends, [start - first, stop - first], side="right")
-                parts.append(ends[low:high] + first)
+            first, ends = int(self.starts[shard]), self._ends(shard)
+            low, high = np.searchsorted(ends, [start - first, stop - first], side="right")
+            parts.append(ends[low:high] + first)
         return np.concatenate(parts)
+
+    def document_at(self, position: int) -> int:
+        """Return the number of the document of a token of the stream, counted from 0. Tokens after
+        the end of a shard's last document have the number of the next one."""
+        shard = self._shard_at(position)
+        place = position - int(self.starts[shard])
+        within = np.searchsorted(self._ends(shard), place, side="right")
+        return int(self._documents_before[shard] + within)
+
+    def _ends(self, shard: int) -> npt.NDArray[np.int64]:
+        """Return the ends of a shard's documents, counted from its first token."""
+        entry = self.entries[shard]
+        if not entry.documents:
+            return np.empty(0, np.int64)
+        path = self.folder / f"{entry.name}.ends.npy"
+        return np.memmap(path, "<i8", "r", HEADER_BYTES, (entry.documents,))
 
     def _read(
         self, start: int, stop: int, suffix: str, dtype: np.dtype[Any], missing: float = 1

@@ -28,7 +28,7 @@ from lather.engine.micro_batch_columns import check_columns, with_columns
 from lather.engine.qk_clip import measuring
 from lather.engine.settings import prepare_experts, schedule_for, weights_dtype
 from lather.engine.step_graph import StepGraph
-from lather.engine.step_reading import StepReading, StepResult
+from lather.engine.step_reading import NO_LABELS, StepReading, StepResult
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
 from lather.models.decoder import Decoder
 from lather.models.families import build_model as build_family
@@ -208,7 +208,7 @@ class Engine:
         """Return the result of a step in which no rank has a label: it has neither loss nor
         load."""
         counts_LE = torch.zeros(len(self.part.moe_layers), self.part.num_experts, dtype=torch.int64)
-        return StepResult(math.nan, math.nan, math.nan, counts_LE, 0, skipped=True)
+        return StepResult(math.nan, math.nan, math.nan, counts_LE, 0, skip_reason=NO_LABELS)
 
     @torch.no_grad()
     def validation_loss(self, batch: Batch) -> float | None:

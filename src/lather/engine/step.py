@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from lather.device import Read, gpu_module, is_gpu, read
 from lather.engine.engine import Engine
 from lather.engine.optimizer import KIND, LR_FACTOR
 from lather.engine.qk_clip import clip_logits_
-from lather.engine.step_reading import StepReading, StepResult
+from lather.engine.step_reading import LEFT_OUT, NOT_FINITE, SPIKE, StepReading, StepResult
 from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
 from lather.optim.batched.gradients import Inspection
@@ -62,14 +62,17 @@ class TrainStep:
         if engine.mesh.pp > 1:
             engine.fill_gaps(optimizer.defer_refreshes())
         self._counters = optimizer.counters
+        self.is_spike: Callable[[StepResult], bool] = lambda result: False
+        """Returns whether a step with a finite loss and norm is to change nothing, the same on all
+        ranks; called once for each."""
 
     def __call__(self, batch: Batch, lr: Rates, *, with_logits: bool = False) -> StepResult:
         """`batch`: this rank's share of the global batch; `lr`: `optim.lr` at this step, which
         groups multiply by their factors, or that of each kind; `with_logits`: measure the largest
         attention logits also without `qk_clip`.
 
-        A step whose loss or gradient is not finite changes nothing on any rank. A step without
-        labels computes and changes nothing; its loss and norm are NaN.
+        A step whose loss or gradient is not finite, or a spike, changes nothing on any rank. A step
+        without labels computes and changes nothing; its loss and norm are NaN.
         """
         num_labels, num_tokens = self.engine.counts_of_all(batch)
         if not num_labels:
@@ -78,18 +81,24 @@ class TrainStep:
         with_logits = with_logits or self.qk_clip > 0
         return self.update(self.engine.launch_gradients(batch, with_logits=with_logits), lr)
 
+    def leave_out(self) -> StepResult:
+        """Take no step and compute nothing; return the result of a step without labels."""
+        return self._with_refreshes(replace(self.engine.without_labels(), skip_reason=LEFT_OUT))
+
     def update(self, reading: StepReading, lr: Rates) -> StepResult:
         """Read the results of the passes, and of the gradients in `engine.parameters`, with one
         wait for the device; clip the gradients, take the optimizer's step, and free them."""
         result, norms = self._read(reading)
-        finite = math.isfinite(result.loss + result.grad_norm)
+        reason = NOT_FINITE
+        if math.isfinite(result.loss + result.grad_norm):
+            reason = SPIKE if self.is_spike(result) else ""
         # a GPU is idle now, since the host has just waited for the gradients
         start = time.perf_counter()
-        if finite:
+        if not reason:
             self._change(result, norms, lr)
         seconds = self._now() - start
         self.engine.parameters.clear_gradients()
-        return self._with_refreshes(replace(result, optimizer_seconds=seconds, skipped=not finite))
+        return self._with_refreshes(replace(result, optimizer_seconds=seconds, skip_reason=reason))
 
     @profiled("optimizer")
     def _change(self, result: StepResult, norms: Inspection, lr: Rates) -> None:

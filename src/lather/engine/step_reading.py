@@ -19,6 +19,10 @@ from lather.pipeline.model_part import ModelPart
 from lather.profiled import profiled
 from lather.shapes import Float, Int
 
+NO_LABELS, NOT_FINITE = "no token to learn", "loss or gradient not finite"
+SPIKE, LEFT_OUT = "a spike", "left out by train.skip_steps"
+"""Reasons for which a step changes nothing."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -45,8 +49,13 @@ class StepResult:
     refreshes_done: int = 0
     """Refreshes since the previous step; with `optim.async_refresh` that step started them."""
     refreshes_skipped: int = 0
-    skipped: bool = False
-    """Whether the step changed nothing."""
+    skip_reason: str = ""
+    """Why the step changed nothing; empty if it took place."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step changed nothing."""
+        return bool(self.skip_reason)
 
 
 class StepReading:

@@ -43,7 +43,7 @@ def result_of(run_dir: Path, config: Config) -> RunResult | None:
     steps = [row for row in rows if "loss" in row and row["tokens"]]  # others count for nothing
     most = config.train.max_skipped_steps
     if len(steps) >= most and all(row.get("skipped") for row in steps[-most:]):
-        return RunResult(math.inf, f"{most} steps up to step {steps[-1]['step']} were not finite")
+        return RunResult(math.inf, f"{most} steps up to step {steps[-1]['step']} were skipped")
     saved = [step_of(checkpoint) for checkpoint in list_checkpoints(run_dir / "checkpoints")]
     last = [row for row in rows if "validation_loss" in row][-1:]
     if config.train.steps not in saved or not last or last[0]["step"] != config.train.steps:

@@ -42,7 +42,7 @@ class Clock:
 
 
 class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
-    """Prints a line every `every` steps, and for each step that was not finite."""
+    """Prints a line every `every` steps, and for each skipped step that had tokens to learn."""
 
     def __init__(self, every: int, clock: Clock | None = None) -> None:
         self.every = every
@@ -109,7 +109,7 @@ class LiveDisplay(contextlib.AbstractContextManager["LiveDisplay"]):
 def numbers_of(row: StepRow) -> list[str]:
     """Return the numbers of a step as texts."""
     if row.skipped:
-        return [f"skipped: {'loss or gradient not finite' if row.tokens else 'no token to learn'}"]
+        return [f"skipped: {row.skip_reason}"]
     return [
         f"loss {row.loss:.4f}",
         f"lr {row.lr:.2e}",

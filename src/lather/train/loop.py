@@ -37,6 +37,8 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
+from lather.train.care import Care
+from lather.train.diverged import DivergedError, diverged
 from lather.train.initial_weights import find_weights, load_weights, notes_on_weights
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.notices import Notices, describe_run, rates_at
@@ -46,10 +48,6 @@ from lather.train.run_dir import RunData, RunDirectory, open_on_all_ranks
 from lather.train.run_record import RunRecord
 from lather.train.step_profile import StepProfile
 from lather.train.validation import Validation
-
-
-class DivergedError(RuntimeError):
-    """Too many consecutive steps had a loss or gradient that was not finite."""
 
 
 @runtime_checkable
@@ -76,7 +74,7 @@ def train(
 
     Raises:
         UserError: an error that the user can correct; nothing was overwritten.
-        DivergedError: `train.max_skipped_steps` consecutive steps were not finite.
+        DivergedError: `train.max_skipped_steps` consecutive steps were not finite, or spikes.
         OSError: a checkpoint cannot be written; or the metrics cannot, and a checkpoint was saved.
     """
     mesh = mesh or Mesh.single(pick_device(config.train.device))
@@ -156,6 +154,8 @@ class _TrainingRun:
         self.record = RunRecord(config, mesh, resumed_step, display.note)
         self.memory = MemoryCheck(config, mesh, display.note, partition)
         self.notices = Notices(config, display.note)
+        self.care = Care(config, self.batches, self.record, display.note)
+        self.step.is_spike = self.care.is_spike
         self.validation = Validation(
             self.engine, self.average, data.held_out, self.notices, display.note
         )
@@ -279,7 +279,10 @@ class _TrainingRun:
         if is_recorded:
             self.timeline.begin()
         with_logits = _is_due(number, self.config.log.attention_logits_every)
-        result = self.step(self._batch(number), rates, with_logits=with_logits)
+        if self.care.leaves_out(number):
+            result = self.step.leave_out()
+        else:
+            result = self.step(self._batch(number), rates, with_logits=with_logits)
         if self.average is not None and not result.skipped:
             self.average.update(number)
         if is_recorded and (of_ranks := gather(self.timeline.end(), self.mesh.control_group)):
@@ -301,18 +304,9 @@ class _TrainingRun:
             self.record.write(metrics.attention_logits_row(result.logits_AH, self.progress))
         self.display.step(row, self.config.train.steps)
         self.notices.watch_step(number, result)
+        self.care.report(result, self.progress)
         if skipped >= self.config.train.max_skipped_steps:
-            raise self._diverged()
-
-    def _diverged(self) -> DivergedError:
-        return DivergedError(
-            f"{self.progress.skipped_in_a_row} steps in a row, the last of them step "
-            f"{self.progress.step}, had a loss or gradient that was not finite: "
-            f"lower optim.lr (now {self.config.optim.peak_lr:g}) or raise optim.warmup_steps, "
-            "and continue from an earlier checkpoint "
-            f"in another folder, with --fork-from {self.path}@STEP and --run-dir, or start a "
-            "new run"
-        )
+            raise diverged(self.config, self.progress, result)
 
     def _batch(self, number: int) -> Batch:
         """Read this rank's share of the batch of a step."""

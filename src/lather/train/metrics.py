@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, TypeVar
+from typing import Any, Literal, NotRequired, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,8 +79,11 @@ class StepRow:
     """Eigenbases not refreshed because of `use_adaptive_criteria` (they were still good) or because
     there were no tokens."""
     skipped: bool
-    """Whether the step changed nothing because its loss or gradient was not finite, or because
-    there was no token to learn (`tokens` is 0, and no loss, norm or load is known)."""
+    """Whether the step changed nothing because its loss or gradient was not finite or a spike, it
+    was left out, or there was no token to learn (`tokens` is 0, and no loss, norm or load is
+    known)."""
+    skip_reason: str = ""
+    """Why the step changed nothing; empty if it took place."""
 
 
 class ValidationRow(TypedDict):
@@ -125,8 +128,38 @@ class AttentionLogitsRow(TypedDict):
     head, before clipping."""
 
 
+class SuspectSequence(TypedDict):
+    """A sequence that a suspect step read."""
+
+    data: str
+    """The data set, and its split."""
+    sequence: int
+    """Number of the sequence in the split, counted from 0."""
+    documents: list[int]
+    """Numbers of the documents in it, counted from 0 in the split."""
+    text: NotRequired[str]
+    """The first tokens as text, where the run has a tokenizer."""
+
+
+class SuspectRow(TypedDict):
+    """A step whose loss or gradient was not finite, or with `train.spikes` a spike."""
+
+    step: int
+    """Number of the step."""
+    seconds: float
+    """Seconds since the start of training, added up over all launches of the run."""
+    suspect: str
+    """The reason."""
+    action: Literal["taken", "skipped"]
+    """Whether the step took place."""
+    sequences: list[SuspectSequence]
+    """The sequences of the step, of all ranks: `data` is the data set, `sequence` the number of the
+    sequence in it, `documents` the numbers of its documents in the split, both counted from 0, and
+    `text` its beginning, where the run has a tokenizer."""
+
+
 R = TypeVar("R", bound=Mapping[str, Any])
-Row = StepRow | ValidationRow | ExpertLoadRow | AttentionLogitsRow
+Row = StepRow | ValidationRow | ExpertLoadRow | AttentionLogitsRow | SuspectRow
 
 
 def step_row(
@@ -155,6 +188,7 @@ def step_row(
         refreshes_done=result.refreshes_done,
         refreshes_skipped=result.refreshes_skipped,
         skipped=result.skipped,
+        skip_reason=result.skip_reason,
     )
 
 
@@ -250,6 +284,8 @@ class MetricsWriter:
         with names_full_disk(self.path):
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
+        if "suspect" in values:  # it has no measurements
+            return
         numbers = numbers_of(values) if self.trackers else {}
         for tracker in self.trackers:
             tracker.write(values["step"], numbers)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lather.config.config import Config
 from lather.engine.optimizer import build_optimizer, head_rows
 from lather.engine.step import learning_rate
-from lather.engine.step_reading import StepResult
+from lather.engine.step_reading import NO_LABELS, StepResult
 from lather.engine.trained_parameters import outline, train_only, trained_parameters
 from lather.models.saving.rounded_weights import narrow_product_weights
 from lather.parallel.mesh import Mesh
@@ -143,7 +143,7 @@ class Notices:
         self._is_from_random = not config.init_from
 
     def watch_step(self, number: int, result: StepResult) -> None:
-        if not result.tokens:
+        if result.skip_reason == NO_LABELS:
             self._once(
                 "training",
                 f"step {number} changed nothing and has no loss, as no token of it is learned: "

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from lather.config.changes import History
 from lather.config.config import Config
 from lather.config.toml_file import load_run
 from lather.durations import duration, unit_of_axis
+from lather.engine.step_reading import NO_LABELS, NOT_FINITE
 from lather.engine.trained_parameters import active_parameters, trained_parameters
 from lather.errors import UserError
 from lather.files import optional_file, read_rows, read_text, whole_file
@@ -265,13 +266,21 @@ def events(steps: Sequence[Row], history: History, checkpoints: Sequence[Path]) 
         [row.time, f"forked from {row.forked_from}" if row.forked_from else row.describe()]
         for row in history.rows
     ]
-    for row in (row for row in steps if row.get("skipped")):
-        why = "its loss or gradient was not finite" if row["tokens"] else "it had no token to learn"
-        table.append(["", f"step {row['step']} was skipped: {why}"])
+    skipped = [row for row in steps if row.get("skipped")]
+    places = enumerate(skipped)
+    for (reason, _), group in groupby(places, lambda at: (_reason(at[1]), at[1]["step"] - at[0])):
+        first, *_, last = [row["step"] for _, row in group] * 2
+        which = f"step {first} was" if first == last else f"steps {first} to {last} were"
+        table.append(["", f"{which} skipped: {reason}"])
     if checkpoints:
         numbers = ", ".join(str(step_of(path)) for path in checkpoints)
         table.append(["checkpoints", f"steps {numbers}"])
     return table
+
+
+def _reason(row: Row) -> str:
+    """Return why a step was skipped, also from a row without a reason."""
+    return row.get("skip_reason") or (NOT_FINITE if row["tokens"] else NO_LABELS)
 
 
 def machine(path: Path) -> Table:

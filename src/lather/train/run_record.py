@@ -1,4 +1,4 @@
-"""What a rank records of a run while it trains: rows of metrics, which rank 0 alone writes."""
+"""The rows of metrics of a run, which rank 0 alone writes, for all ranks."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ class RunRecord:
             self._writer = MetricsWriter(
                 self._path, resumed_step, config.log, values_of(config), note
             )
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the rows."""
+        return self._writer is not None
 
     def write(self, row: Row) -> None:
         self._do(lambda writer: writer.write(row))

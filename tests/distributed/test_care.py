@@ -1,0 +1,73 @@
+"""Ranks of a mesh find the same spikes, and leave out the same steps, as one process; also those
+that resume between two spikes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from tiny_training import Silent, make_config, start
+
+from lather.config.config import Config
+from lather.files import read_rows
+from lather.train.loop import train
+from poisoned_data import make_poisoned
+from tiny_run import last_weights, timeless_rows
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS, POISONED, LEFT_OUT = 25, 22, 4
+MESHES: dict[str, dict[str, Any]] = {"pp2": {"pp": 2}, "ep2": {"ep": 2}}
+
+
+def config_of(folder: Path, run_dir: str, parallel: dict[str, Any]) -> Config:
+    return make_config(
+        folder,
+        run_dir,
+        {
+            "data": {"path": [str(folder / "poisoned")], "packing": "documents"},
+            "optim": {"name": "soap", "lr": 2e-2, "precondition_frequency": 2},
+            "train": {
+                "steps": STEPS,
+                "batch_size": 4,
+                "validation_every": 0,
+                "skip_steps": str(LEFT_OUT),
+                "spikes": "skip",
+                "average_timescale": 0.3,
+                "qk_clip": 1.0,
+            },
+            "moe": {"bias_update_rate": 0.01},
+            "parallel": parallel,
+            "checkpoint": {"every": 5},
+            "seed": 36,
+        },
+    )
+
+
+def trainings(rank: int, world_size: int, folder: Path) -> dict[str, list[int]]:
+    """Run to the end, and again with launches that end before and after the spike."""
+    steps = {}
+    for name, parallel in MESHES.items():
+        steps[name] = [start(config_of(folder, name, parallel)).step]
+        stopped = config_of(folder, f"{name} stopped", parallel)
+        steps[name] += [start(stopped, after).step for after in (2, 19, 2, 0)]
+    return steps
+
+
+def test_ranks_skip_the_same_steps_and_resume_to_the_same_bits(tmp_path: Path) -> None:
+    make_poisoned(tmp_path)
+    train(config_of(tmp_path, "one", {}), Silent())
+    every_rank = run_ranks(trainings, 2, tmp_path, timeout=250)
+    assert every_rank == [{name: [STEPS, 2, 21, 23, STEPS] for name in MESHES}] * 2
+    for name in ("one", *MESHES):
+        rows = read_rows(tmp_path / name / "metrics.jsonl")
+        skipped = {row["step"]: row["skip_reason"] for row in rows if row.get("skipped")}
+        assert skipped == {LEFT_OUT: "left out by train.skip_steps", POISONED: "a spike"}
+        (suspect,) = [row for row in rows if "suspect" in row]
+        assert len(suspect["sequences"]) == 4, "those of all ranks"
+    for name in MESHES:
+        stopped = tmp_path / f"{name} stopped"
+        assert timeless_rows(stopped) == timeless_rows(tmp_path / name)
+        assert last_weights(stopped) == last_weights(tmp_path / name)
