@@ -31,7 +31,7 @@ from lather.lines import rule
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
 from lather.optim.options import Count, Range
-from lather.train.trained_model import Layerwise, TrainedModel
+from lather.train.trained_model import Layerwise, Running, TrainedModel
 
 INPUTS = "--prompt TEXT, --prompts FILE, --message TEXT or --chat"
 SEEDS = 2**64
