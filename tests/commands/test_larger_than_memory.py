@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lather.checkpoint.save import write_first_checkpoint
 from lather.cli import main
-from lather.config.config import Config, LoopConfig
+from lather.config.config import Config
+from lather.config.loop import LoopConfig
 from lather.config.toml_file import config_to_toml
 from lather.models.entry_names import entry_shapes
 from lather.models.families import FAMILIES, ModelConfig

@@ -28,6 +28,7 @@ from lather.evaluation.sets import HeldOutSet, open_sets
 from lather.files import reason
 from lather.lines import fit
 from lather.optim.options import Count
+from lather.train.published_model import find_model
 from lather.train.trained_model import Layerwise, Running, TrainedModel
 
 RECORD = "evaluations.jsonl"
@@ -50,7 +51,7 @@ class EvalArguments:
 
     run: Annotated[str, Argument(positional=True, metavar="RUN")]
     """Run directory, of which the newest checkpoint is evaluated; or RUN@STEP or RUN@best for
-    another one."""
+    another one; or a Hugging Face folder."""
     data: Annotated[tuple[str, ...], Argument(positional=True, metavar="[DATA ...]")] = ()
     """Data sets made by `lather data make`: FOLDER or NAME=FOLDER."""
     split: str = ""
@@ -90,7 +91,7 @@ def eval_command(arguments: list[str]) -> None:
     record."""
     parsed = parse_arguments(EvalArguments, "lather eval", arguments)
     tasks = [task.strip() for task in parsed.tasks.split(",") if task.strip()]
-    trained = TrainedModel.find(parsed.run, parsed.step, parsed.weights)
+    trained = find_model(parsed.run, parsed.step, parsed.weights)
     length = trained.context(parsed.sequence_length, "--sequence-length")
     _refuse_options_without_effect(parsed)
     run_tasks = _prepare_tasks(trained, tasks, parsed, length) if tasks else dict
@@ -114,7 +115,8 @@ def eval_command(arguments: list[str]) -> None:
                 print(json.dumps(result))
             else:
                 _show(result, trained)
-            _record(trained.run / RECORD, result)
+            if trained.is_run:
+                _record(trained.run / RECORD, result)
 
 
 def _refuse_options_without_effect(parsed: EvalArguments) -> None:

@@ -21,15 +21,11 @@ from lather.commands.parsing import parse_arguments, parse_size
 from lather.config.config import Config
 from lather.config.context_length import LENGTH, SCALING, reaching, with_overrides
 from lather.config.fields import build, family_named
-from lather.config.loop import LoopConfig, Patterns
-from lather.config.optim import optim_config
+from lather.config.loop import Patterns
 from lather.config.run_folder import PROVENANCE
 from lather.config.toml_file import config_to_toml, folder_of, without_none
-from lather.data.config import DataConfig
-from lather.data.documents import load_tokenizer
-from lather.data.recipe import END_OF_TEXT
 from lather.engine.trained_parameters import check_adapters_are_all
-from lather.errors import ConfigError, ExchangeError, UserError
+from lather.errors import UserError
 from lather.files import check_new_folder, complete_folder, read_text, write_json
 from lather.hub import SCHEME, Address, HubError
 from lather.lines import fit
@@ -46,16 +42,13 @@ from lather.models.hf.model_folder import (
 from lather.models.hf.peft_folder import save_peft
 from lather.safetensors_file import TensorSource, copy_weights
 from lather.train.companions import COMPANION_FOLDER
+from lather.train.published_model import published_config
 from lather.train.run_config import current_config
 from lather.train.trained_model import TrainedModel
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ORIGIN_FILE = "origin.json"
 """File beside the companions of an imported run: the address and commit that it comes from."""
-FURTHER_TRAINING = optim_config(lr=1e-4)
-"""Optimizer of an imported run: the trainer's default rule, as with `lather train --init-from`. Its
-rate is a hundredth of the default, which is meant for random weights and would undo what the model
-has learned."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +127,7 @@ def import_command(arguments: list[str]) -> None:
     folder, address = _published(parsed)
     weights, model = open_hugging_face(folder, **parsed.reading)
     model = _extended(parsed, model)
-    config = _config(parsed, folder, model)
+    config = published_config(folder, parsed.run, model, parsed.ignore_fields)
     with complete_folder(parsed.run) as aside:
         write_first_checkpoint(aside / "checkpoints", lambda file: copy_weights(weights, file))
         (aside / COMPANION_FOLDER).mkdir()
@@ -265,34 +258,3 @@ def _extended(parsed: ImportArguments, model: ModelConfig) -> ModelConfig:
         return reaching(model)
     before = without_none(asdict(reaching(model)))
     return build(type(model), with_overrides({"model": before}, given)["model"], "model.")
-
-
-def _config(parsed: ImportArguments, folder: Path, model: ModelConfig) -> Config:
-    length = min(LoopConfig().sequence_length, model.max_position_embeddings)
-    try:
-        return Config(
-            run_dir=str(parsed.run),
-            ignore_fields=parsed.ignore_fields,
-            model=model,
-            data=_data(parsed.run, folder),
-            optim=FURTHER_TRAINING,
-            train=LoopConfig(sequence_length=length),
-        )
-    except ConfigError as error:
-        raise ExchangeError(f"{folder / CONFIG_FILE}: {error}") from None
-
-
-def _data(run: Path, folder: Path) -> DataConfig:
-    """Return data settings for further training: the model's own tokenizer, found from any working
-    directory, and the model's own end of text."""
-    if not (folder / TOKENIZER_FILE).is_file():
-        return DataConfig()
-    tokenizer = load_tokenizer(folder / TOKENIZER_FILE, "download it again, or remove it")
-    ids = json.loads(read_text(folder / CONFIG_FILE)).get("eos_token_id")
-    last = ids[0] if isinstance(ids, list) and ids else ids
-    end_of_text: str | None = END_OF_TEXT
-    if tokenizer.token_to_id(END_OF_TEXT) is None and isinstance(last, int) and 0 <= last < 2**32:
-        end_of_text = tokenizer.id_to_token(last)
-    return DataConfig(
-        tokenizer=str(run.resolve() / TOKENIZER_FILE), end_of_text=end_of_text or END_OF_TEXT
-    )

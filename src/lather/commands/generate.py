@@ -31,6 +31,7 @@ from lather.lines import rule
 from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
 from lather.optim.options import Count, Range
+from lather.train.published_model import find_model
 from lather.train.trained_model import Layerwise, Running, TrainedModel
 
 INPUTS = "--prompt TEXT, --prompts FILE, --message TEXT or --chat"
@@ -45,7 +46,7 @@ class GenerateArguments:
 
     run: Annotated[str, Argument(positional=True, metavar="RUN")]
     """Run directory, of which the newest checkpoint is used; or RUN@STEP or RUN@best for another
-    one."""
+    one; or a Hugging Face folder."""
     prompt: Annotated[tuple[str, ...], Argument(repeated=True)] = ()
     """Text to continue; may be given several times."""
     prompts: Path | None = None
@@ -92,7 +93,7 @@ def generate_command(arguments: list[str]) -> None:
     """Generate and print the texts; a single text is printed while it is generated."""
     parsed = parse_arguments(GenerateArguments, "lather generate", arguments)
     _check(parsed)
-    trained = TrainedModel.find(parsed.run, parsed.step, parsed.weights)
+    trained = find_model(parsed.run, parsed.step, parsed.weights)
     writer = _Writer(parsed, trained)
     if parsed.chat:
         writer.talk(_lines_of_user())

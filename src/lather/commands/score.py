@@ -21,7 +21,8 @@ from lather.errors import DataError
 from lather.evaluation.token_scores import ScoredTokens, score_tokens
 from lather.files import whole_file
 from lather.optim.options import Count
-from lather.train.trained_model import Layerwise, Running, TrainedModel
+from lather.train.published_model import find_model
+from lather.train.trained_model import Layerwise, Running
 
 LOGPROBS = "logprobs"
 Row = tuple[dict[str, Any], TokenRow]
@@ -33,7 +34,8 @@ class ScoreArguments:
     """Score rows of tokens with a checkpoint of a run, in one process."""
 
     run: Annotated[str, Argument(positional=True, metavar="RUN")]
-    """Run directory, whose newest checkpoint scores; or RUN@STEP or RUN@best for another one."""
+    """Run directory, whose newest checkpoint scores; or RUN@STEP or RUN@best for another one; or a
+    Hugging Face folder."""
     rows: Annotated[Path, Argument(positional=True, metavar="ROWS")]
     """JSONL file, also .gz or .zst, whose lines have "tokens"."""
     out: Annotated[Path, Argument(positional=True, metavar="OUT")]
@@ -58,7 +60,7 @@ class ScoreArguments:
 def score_command(arguments: list[str]) -> None:
     """Score the rows batch by batch; OUT appears when it is complete."""
     parsed = parse_arguments(ScoreArguments, "lather score", arguments)
-    trained = TrainedModel.find(parsed.run, parsed.step, parsed.weights)
+    trained = find_model(parsed.run, parsed.step, parsed.weights)
     vocab_size = trained.config.model.vocab_size
     longest = trained.config.model.max_position_embeddings
     for _, row in _rows(parsed.rows, vocab_size, longest):  # before the model is loaded

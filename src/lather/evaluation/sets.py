@@ -98,8 +98,8 @@ def _recorded(trained: TrainedModel) -> list[str]:
         ]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
-            f"{trained.run}: it does not record its training data sets (it was imported): name "
-            f"data sets, as in lather eval {trained.run} FOLDER"
+            f"{trained.run}: it does not record its training data sets (it was imported, or is a "
+            f"Hugging Face folder): name data sets, as in lather eval {trained.run} FOLDER"
         ) from None
 
 

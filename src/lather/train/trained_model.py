@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -89,6 +89,8 @@ class TrainedModel:
     config: Config
     weights: str = "raw"
     """Which weights of it (`lather.checkpoint.chosen_weights`)."""
+    is_run: ClassVar[bool] = True
+    """Whether the folder is that of a run, which keeps records of evaluations."""
 
     @classmethod
     def find(cls, run_at_step: str, step: int = -1, weights: str = "raw") -> TrainedModel:
