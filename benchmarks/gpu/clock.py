@@ -9,12 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.measure import percentiles
-from lather.device import gpu_module, is_gpu
+from lather.device import gpu_module, is_gpu, stated_peak_flops
 
 WARM_UP = 3
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
-"""Dense bf16 flops per second that the makers state, by a part of the device's name; the first part
-that fits counts."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +76,8 @@ def measure_rates(device: torch.device, *, small: bool) -> DeviceRates:
 def peak_flops(device: torch.device, rates: DeviceRates) -> tuple[float, str]:
     """Return the device's dense bf16 flops per second, and whether its maker states them or the
     product above was measured."""
-    name = gpu_module(device).get_device_name(device) if is_gpu(device) else ""
-    known = next((key for key in PEAK_FLOPS if key in name), None)
-    return (
-        (rates.flops, "measured matrix product")
-        if known is None
-        else (PEAK_FLOPS[known], f"stated for {known}")
-    )
+    stated = stated_peak_flops(device)
+    if stated is None:
+        return rates.flops, "measured matrix product"
+    peak, name = stated
+    return peak, f"stated for {name}"

@@ -31,7 +31,6 @@ from benchmarks.check import CheckError
 from benchmarks.gpu.clock import measure_rates, peak_flops
 from benchmarks.gpu.parts import ROOT
 from benchmarks.gpu.work import Settings
-from benchmarks.model_flops import flops_per_token
 from benchmarks.report import Row
 from lather.config.config import Config
 from lather.config.optim import optim_config
@@ -44,6 +43,7 @@ from lather.engine.settings import schedule_for, weights_dtype
 from lather.engine.step import TrainStep
 from lather.engine.step_reading import StepResult
 from lather.models.families import build_model
+from lather.models.model_flops import flops_per_token
 from lather.parallel.mesh import Mesh
 from lather.pipeline.model_part import PartLayers, empty_part
 from lather.pipeline.tape import Frees

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.launches.counter import Counter
-from benchmarks.model_flops import flops_per_token
 from lather.config.config import Config, MoEConfig
 from lather.config.loop import LoopConfig
 from lather.config.optim import OptimConfig, optim_config
@@ -27,6 +26,7 @@ from lather.engine.optimizer import ROUTERS, build_optimizer
 from lather.engine.step import TrainStep
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.families import FAMILIES, ModelConfig, build_model
+from lather.models.model_flops import flops_per_token
 from lather.models.moe import MoE
 from lather.models.saving.rounded_weights import RoundedWeights, set_rounded_weights
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
@@ -106,7 +106,7 @@ class LaunchCase:
     """Does the work on the counter's device. It yields a row's name when all that was counted since
     the last row belongs to that row."""
     model_flops: float = 0.0
-    """Useful flops of the work of a row (`benchmarks.model_flops`), of which MFU is the rate; 0:
+    """Useful flops of the work of a row (`lather.models.model_flops`), of which MFU is the rate; 0:
     there are none, as in an optimizer's step."""
 
 

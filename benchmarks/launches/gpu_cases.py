@@ -19,10 +19,10 @@ from benchmarks.gpu.parts import ROOT
 from benchmarks.gpu.refresh import NUM_LAYERS, Factors, refresh_batched_by_lather
 from benchmarks.launches.cases import LaunchCase, flops_of_step, rule_options, training_steps
 from benchmarks.launches.counter import Counter
-from benchmarks.model_flops import flops_per_token
 from lather.config.optim import optim_config
 from lather.config.toml_file import load_config
 from lather.models.families import build_model
+from lather.models.model_flops import flops_per_token
 from lather.models.token_positions import SequenceLayout
 
 STEP_MODEL = "moe-1.7b"

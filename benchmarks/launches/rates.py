@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from benchmarks.gpu.clock import PEAK_FLOPS
+from lather.device import PEAK_FLOPS
 
 
 @dataclass(frozen=True)

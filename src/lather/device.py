@@ -26,6 +26,10 @@ STANDINS = ("standin", CPU_STANDIN)
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable that makes cuBLAS choose the same kernels in every run."""
 
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
+"""Dense bf16 flops per second that the makers state, by a part of the device's name; the first part
+that fits counts."""
+
 
 class Read(Enum):
     """The values that the host reads from a device. For each of them it waits for the device, but
@@ -115,6 +119,13 @@ def gpu_module(on: Tensor | torch.device) -> Any:
     """Return `torch.cuda`, or its counterpart for another kind of GPU: streams, events, memory
     counts, `synchronize`."""
     return torch.get_device_module(on.device if isinstance(on, Tensor) else on)
+
+
+def stated_peak_flops(device: torch.device) -> tuple[float, str] | None:
+    """Return a GPU's dense bf16 flops per second that its maker states, and the part of its name by
+    which they are known; None: not known."""
+    name = gpu_module(device).get_device_name(device) if is_gpu(device) else ""
+    return next(((peak, part) for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

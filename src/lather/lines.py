@@ -1,4 +1,5 @@
-"""Lines of text that fit the terminal: broken between words there, and whole in a file or pipe."""
+"""Lines of text that fit the terminal: broken between words there, and whole in a file or pipe; and
+numbers that fit a line."""
 
 from __future__ import annotations
 
@@ -60,6 +61,13 @@ def flow(fields: Iterable[str], width: int) -> list[str]:
         else:
             lines.append(text)
     return lines
+
+
+def short_number(number: int) -> str:
+    """Return a whole number as it is read at a glance: 98,304, then 1.23 M, B and T."""
+    units = (("T", 10**12), ("B", 10**9), ("M", 10**6))
+    unit = next(((name, size) for name, size in units if number >= size), None)
+    return f"{number:,}" if unit is None else f"{number / unit[1]:,.2f} {unit[0]}"
 
 
 def rule(title: str = "") -> str:

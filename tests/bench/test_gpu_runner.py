@@ -29,7 +29,6 @@ from benchmarks.gpu.parts import MeasuredPart, all_parts, first_use
 from benchmarks.gpu.runner import PartOutcome, Runner
 from benchmarks.gpu.summary import collect, result
 from benchmarks.gpu.work import Settings, main
-from benchmarks.model_flops import flops_per_token
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
@@ -389,23 +388,6 @@ def test_a_wrong_kernel_stops_only_itself(monkeypatch: pytest.MonkeyPatch) -> No
         next(found)
     with pytest.raises(CheckError, match="rotary"):
         next(found)
-
-
-def test_flops_of_a_token_are_counted_by_hand() -> None:
-    """The sizes of benchmarks/gpu/small.toml: D 64, E 8, K 2, F 32, one dense and one MoE block, V
-    500; and its MoE block alone."""
-    from lather.config.toml_file import load_config
-    from lather.models.families import build_model
-
-    config = load_config(REPOSITORY / "benchmarks/gpu/small.toml").model
-    model = build_model(config, None, torch.device("meta"))
-    attention = 64 * 2 * 24 + 64 * (16 + 8) + 16 * 2 * (16 + 16) + 2 * 16 * 64
-    dense, expert, shared, router = 3 * 64 * 96, 3 * 64 * 32, 3 * 64 * 32, 64 * 8
-    moe = attention + 2 * expert + shared + router
-    parameters = attention + dense + moe + 500 * 64
-    products_of_attention = 3 * 2 * 32 * (24 + 16)
-    assert flops_per_token(model, config, 32) == 6 * parameters + 2 * products_of_attention
-    assert flops_per_token(model.layers[1], config, 32, 1) == 6 * moe + products_of_attention
 
 
 def test_the_peak_is_the_makers_or_else_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,7 @@ def test_the_top_names_the_run_and_each_start(run: Path, config: Config) -> None
     facts = dict(data["facts"])
     trained = trained_parameters(config.resolved()).num_parameters
     assert facts["model"].startswith(
-        f"deepseek_v2, {trained / 1e6:,.2f} M parameters, of which a token meets "
+        f"deepseek_v2, {trained:,} parameters, of which a token meets "
     )
     assert facts["rule and peak rates"] == config.resolved().optim.describe_rates()
     assert facts["schedule"] == "linear, 2 steps of warm-up"
@@ -255,7 +255,22 @@ def test_the_top_names_the_run_and_each_start(run: Path, config: Config) -> None
         ["then", "4", "2 ranks: 2 pipeline", "cpu", "2", "2.12.0"],
     ]
     assert "starts" not in dict(data["machine"])
-    assert dict(data["tiles"])["time"] == "600 ms"
+    tiles = dict(data["tiles"])
+    assert tiles["time"] == "600 ms"
+    assert (tiles["MFU"], tiles["epochs"]) == ("25.0% (median)", "1.50")
+
+
+def test_rows_of_an_earlier_version_are_reported(run: Path) -> None:
+    """They have neither MFU nor epochs."""
+    path = run / "metrics.jsonl"
+    rows = read_rows(path)
+    for row in rows:
+        for key in ("total_tokens", "epoch", "mfu", "seconds_left"):
+            row.pop(key, None)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiles = dict(data_of(page_of(run))["tiles"])
+    assert tiles["time"] == "600 ms"
+    assert not {"MFU", "epochs"} & set(tiles)
 
 
 def test_a_token_meets_only_the_experts_that_it_chooses(config: Config) -> None:

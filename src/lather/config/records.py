@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from lather.config.rule_fields import check_ranges
 from lather.errors import require
-from lather.optim.options import Count, Range, at_least
+from lather.optim.options import Count, NonNegative, Range, at_least
 
 Number = Annotated[int, at_least(0)]
 
@@ -87,6 +87,9 @@ class LogConfig:
     timeline_every: Number = 0
     """Steps between records in timeline.jsonl of when each rank did what, for `lather plot
     --schedule`; 0: none."""
+    peak_flops: NonNegative = 0.0
+    """Peak flops per second of a device, of which MFU is a share; 0: known from a GPU's name, and
+    else no MFU is shown."""
     memory_plan: Literal["auto", "always", "never"] = "auto"
     """Plan the run's memory while it starts, report before the first step whether it fits, and
     write planned and measured bytes to memory.json; auto: on GPUs only."""

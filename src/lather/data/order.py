@@ -87,6 +87,19 @@ class Order:
             start = phase_stop
         return samples
 
+    def passes(self, stop: int) -> list[float]:
+        """Return how often each source has been read before sample `stop`; sources that are
+        shuffled together have been read equally often."""
+        number = bisect_right(self._starts, stop) - 1
+        if self._mixtures[number] is None:
+            shares = self._shares[number]
+            return [stop / sum(shares) if share else 0.0 for share in shares]
+        counts = self._counts(number, stop - self._starts[number])
+        return [
+            (before + count) / size
+            for before, count, size in zip(self._used[number], counts, self.sizes, strict=True)
+        ]
+
     def _of_phase(self, number: int, start: int, stop: int) -> list[tuple[int, int]]:
         mixture = self._mixtures[number]
         if mixture is None:

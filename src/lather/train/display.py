@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
+import math
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -14,40 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from lather.durations import spent_and_left
-from lather.lines import flow
+from lather.lines import flow, short_number
 from lather.train.metrics import StepRow
 
-LEAST_BAR, MOST_BAR = 8, 40
-"""Columns of the bar."""
+LEAST_BAR, MIDDLE_BAR, MOST_BAR = 8, 16, 40
+"""Columns of the bar; `MIDDLE_BAR` stay when the line has other numbers, too."""
 GIB = 2**30
-
-
-class Clock:
-    """Estimates the time left from the steps of this process."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._first: tuple[int, float] | None = None
-        """Number and time of the first step."""
-
-    def times(self, row: StepRow, num_steps: int) -> str:
-        """Return the time that the run has trained, in all processes, and the time left, which is
-        known from the second step on. `row`: a completed step."""
-        now = self._now()
-        self._first = self._first or (row.step, now)
-        steps, seconds = row.step - self._first[0], now - self._first[1]
-        steps_left = num_steps - row.step
-        left = seconds / steps * steps_left if steps else None
-        return spent_and_left(row.seconds, left if steps_left else 0.0)
 
 
 class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
     """Prints a line every `every` steps, and for each skipped step that had tokens to learn."""
 
-    def __init__(self, every: int, clock: Clock | None = None) -> None:
+    def __init__(self, every: int) -> None:
         self.every = every
         self.is_silent = False
-        self.clock = clock or Clock()
 
     def __exit__(self, *exc: object) -> None:
         pass
@@ -60,21 +39,23 @@ class PlainDisplay(contextlib.AbstractContextManager["PlainDisplay"]):
         fields = (
             f"step {row.step}/{num_steps}",
             *numbers_of(row),
-            self.clock.times(row, num_steps),
+            *reached_by(row),
+            times_of(row),
         )
         if row.step % self.every == 0 or row.step in (1, num_steps) or (row.skipped and row.tokens):
             self.note("  ".join(fields))
 
 
 class LiveDisplay(contextlib.AbstractContextManager["LiveDisplay"]):
-    """Shows a bar with the step, the time spent and the time left, and below it the numbers of the
-    step, on as many lines as the terminal's width requires; notes scroll above it."""
+    """Shows a bar with the step, epoch, tokens, the time spent and the time left, and below it the
+    numbers of the step, on as many lines as the terminal's width requires; notes scroll above
+    it."""
 
-    def __init__(self, console: Console, clock: Clock | None = None) -> None:
-        self.console, self.clock = console, clock or Clock()
+    def __init__(self, console: Console) -> None:
+        self.console = console
         self.live = Live(self, console=console, refresh_per_second=4)
         self._row: StepRow | None = None
-        self._num_steps, self._times = 0, ""
+        self._num_steps = 0
 
     def __enter__(self) -> LiveDisplay:
         self.live.start(refresh=True)
@@ -88,22 +69,36 @@ class LiveDisplay(contextlib.AbstractContextManager["LiveDisplay"]):
 
     def step(self, row: StepRow, num_steps: int) -> None:
         self._row, self._num_steps = row, num_steps
-        self._times = self.clock.times(row, num_steps)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         row, width = self._row, options.max_width
         if row is None:
             return
-        fields = [f"step {row.step}/{self._num_steps}", self._times]
-        room = width - sum(map(cell_len, fields)) - 4
+        head, times = f"step {row.step}/{self._num_steps}", times_of(row)
+        fields = reached_by(row)
+        while fields and cell_len(f"{head}  {fields[0]}{times}") + 4 + MIDDLE_BAR <= width:
+            head = f"{head}  {fields.pop(0)}"
+        room = width - cell_len(head + times) - 4
         if room >= LEAST_BAR:
             line = Table.grid(padding=(0, 2, 0, 0))
-            line.add_row(
-                fields[0], ProgressBar(self._num_steps, row.step, min(room, MOST_BAR)), fields[1]
-            )
+            line.add_row(head, ProgressBar(self._num_steps, row.step, min(room, MOST_BAR)), times)
             yield line
-            fields = []
-        yield Text("\n".join(flow((*fields, *numbers_of(row)), width)))
+            texts = [*numbers_of(row), *fields]
+        else:
+            texts = [head, times, *numbers_of(row), *fields]
+        yield Text("\n".join(flow(texts, width)))
+
+
+def reached_by(row: StepRow) -> list[str]:
+    """Return how far the run is after a step as texts."""
+    return [f"epoch {row.epoch:.2f}", f"{short_number(row.total_tokens)} tokens"]
+
+
+def times_of(row: StepRow) -> str:
+    """Return the time that the run has trained, in all processes, and the time left if it is
+    known."""
+    left = None if math.isnan(row.seconds_left) else row.seconds_left
+    return spent_and_left(row.seconds, left)
 
 
 def numbers_of(row: StepRow) -> list[str]:
@@ -115,5 +110,6 @@ def numbers_of(row: StepRow) -> list[str]:
         f"lr {row.lr:.2e}",
         f"grad {row.grad_norm:.2f}",
         f"{row.tokens_per_second:,.0f} tokens/s",
+        *([] if math.isnan(row.mfu) else [f"MFU {row.mfu:.1%}"]),
         f"{row.peak_memory_bytes / GIB:.2f} GiB",
     ]

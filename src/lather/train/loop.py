@@ -43,6 +43,7 @@ from lather.train.initial_weights import find_weights, load_weights, notes_on_we
 from lather.train.memory_check import MemoryCheck, agreed_partition
 from lather.train.notices import Notices, describe_run, rates_at
 from lather.train.outcome import RunOutcome, finish, outcome_of
+from lather.train.pace import PaceMeter
 from lather.train.requests import SAME_REQUEST_SECONDS, RunRequests, TimeLimit
 from lather.train.run_dir import RunData, RunDirectory, open_on_all_ranks
 from lather.train.run_record import RunRecord
@@ -152,6 +153,7 @@ class _TrainingRun:
             display.note(line)
         resumed_step = self.progress.step if checkpoints else None
         self.record = RunRecord(config, mesh, resumed_step, display.note)
+        self.pace = PaceMeter(config, self.batches, mesh)
         self.memory = MemoryCheck(config, mesh, display.note, partition)
         self.notices = Notices(config, display.note)
         self.care = Care(config, self.batches, self.record, display.note)
@@ -279,10 +281,13 @@ class _TrainingRun:
         if is_recorded:
             self.timeline.begin()
         with_logits = _is_due(number, self.config.log.attention_logits_every)
+        num_tokens = 0
         if self.care.leaves_out(number):
             result = self.step.leave_out()
         else:
-            result = self.step(self._batch(number), rates, with_logits=with_logits)
+            batch = self._batch(number)
+            num_tokens = batch.tokens_of_all or 0
+            result = self.step(batch, rates, with_logits=with_logits)
         if self.average is not None and not result.skipped:
             self.average.update(number)
         if is_recorded and (of_ranks := gather(self.timeline.end(), self.mesh.control_group)):
@@ -296,7 +301,8 @@ class _TrainingRun:
         peak = metrics.take_peak_memory_bytes(self.mesh.device)
         self.memory.record_peak(peak)
         peak = int(self._max_of_ranks(peak))
-        row = metrics.step_row(result, self.progress, rates[""], seconds, peak)
+        pace = self.pace.after(number, num_tokens, seconds)
+        row = metrics.step_row(result, self.progress, pace, rates[""], seconds, peak)
         self.record.write(row)
         if _is_due(number, self.config.log.expert_load_every) and result.counts_LE.any():
             self.record.write(metrics.expert_load_row(result.counts_LE, self.progress))

@@ -24,6 +24,7 @@ from lather.config.records import LogConfig
 from lather.device import gpu_module, is_gpu
 from lather.engine.step_reading import StepResult
 from lather.files import names_full_disk, read_rows, sync, write_aside
+from lather.train.pace import Pace
 from lather.train.trackers import numbers_of, start_trackers
 
 
@@ -50,8 +51,20 @@ class StepRow:
     """Tokens trained on in this step: those that are learned."""
     tokens_per_second: float
     """Tokens per second of this step."""
+    total_tokens: int
+    """Tokens read so far, from the run's first step on: sequences times their length, whether
+    learned or not; padding counts, and so do steps that were left out."""
+    epoch: float
+    """Passes over the training data so far; of a mixture with weights, those over the data set that
+    has been read most often."""
+    mfu: float
+    """Model flops per second of this step as a share of the peak of all devices (`log.peak_flops`);
+    null if the peak is not known."""
     seconds: float
     """Seconds of training so far, in all processes that have worked on the run."""
+    seconds_left: float
+    """Seconds until the last step, by the mean of the recent steps of this process and of what was
+    between them; null after its first step."""
     step_seconds: float
     """Seconds of this step."""
     optimizer_seconds: float
@@ -163,9 +176,9 @@ Row = StepRow | ValidationRow | ExpertLoadRow | AttentionLogitsRow | SuspectRow
 
 
 def step_row(
-    result: StepResult, progress: Progress, lr: float, seconds: float, peak_bytes: int
+    result: StepResult, progress: Progress, pace: Pace, lr: float, seconds: float, peak_bytes: int
 ) -> StepRow:
-    """Return the row of a step that took so many seconds. `progress`: after the step."""
+    """Return the row of a step that took so many seconds. `progress` and `pace`: after the step."""
     least, most, entropy = expert_load(result.counts_LE) if result.tokens else (math.nan,) * 3
     logits_AH = result.logits_AH
     return StepRow(
@@ -177,6 +190,7 @@ def step_row(
         grad_norm=result.grad_norm,
         tokens=result.tokens,
         tokens_per_second=result.tokens / seconds,
+        **vars(pace),
         seconds=progress.seconds,
         step_seconds=seconds,
         optimizer_seconds=result.optimizer_seconds,

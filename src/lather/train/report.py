@@ -29,6 +29,7 @@ from lather.engine.step_reading import NO_LABELS, NOT_FINITE
 from lather.engine.trained_parameters import active_parameters, trained_parameters
 from lather.errors import UserError
 from lather.files import optional_file, read_rows, read_text, whole_file
+from lather.lines import short_number
 from lather.pipeline import picture
 from lather.pipeline.replay import Timeline
 from lather.pipeline.timeline import FILE as TIMELINE
@@ -159,6 +160,10 @@ def tiles(rows: Sequence[Row], planned: int | None) -> Table:
         table.append(["of averaged weights", f"{averaged[-1]:.4f}"])
     if training:
         table.append(["training loss", f"{training[-1]:.4f}"])
+    if rates := [row["mfu"] for row in steps if row.get("mfu") is not None]:
+        table.append(["MFU", f"{median(rates):.1%} (median)"])
+    if "epoch" in last:
+        table.append(["epochs", f"{last['epoch']:,.2f}"])
     return [
         *table,
         ["tokens", f"{sum(row['tokens'] for row in steps):,}"],
@@ -172,7 +177,7 @@ def tiles(rows: Sequence[Row], planned: int | None) -> Table:
 def facts(config: Config) -> Table:
     """Return names and values of what a run's configuration says of it."""
     trained, train, optim = trained_parameters(config), config.train, config.optim
-    sizes = [_short(trained.num_parameters), _short(active_parameters(config))]
+    sizes = [short_number(trained.num_parameters), short_number(active_parameters(config))]
     model = f"{sizes[0]} parameters, of which a token meets {sizes[1]}"
     table = [["model", f"{config.model.model_type}, {model}"]]
     if trained.num_trained < trained.num_parameters:
@@ -302,7 +307,3 @@ def starts(path: Path) -> Table:
 
 def _text(value: object) -> str:
     return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _short(number: int) -> str:
-    return f"{number / 1e6:,.2f} M" if number < 1e9 else f"{number / 1e9:,.2f} B"
