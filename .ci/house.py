@@ -30,6 +30,7 @@ ROOMS = (
     "train",
     "generation",
     "memory",
+    "time_model",
     "standin",
     "checkpoint",
     "engine",

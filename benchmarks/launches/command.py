@@ -1,5 +1,5 @@
 """`lather bench launches`: counts all cases, writes a row for each, and prints two tables: of the
-counts, and of the times that the time model predicts from them (`benchmarks.launches.rates`)."""
+counts, and of the times that the time model predicts from them (`lather.time_model.rates`)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from benchmarks.launches.gpu_cases import (
     gpu_step_case,
     refresh_case,
 )
-from benchmarks.launches.rates import H100
 from benchmarks.report import Row, RowFile, environment
 from lather.console import FittedTable, command_console, titled_table
 from lather.errors import require
+from lather.time_model.rates import H100
 
 CONTEXT_RANKS = 8
 """Number of ranks among which the sequence of a block is divided, if it is divided."""

@@ -10,7 +10,7 @@ device.
     flops       flops of products, attention and factorizations; causal masks save nothing here,
                 elementwise work counts nothing
     seconds     the time that the launches would take on an H100, each the longest of three times
-                (`benchmarks.launches.rates`), by kind of kernel (`benchmarks.launches.kinds`);
+                (`lather.time_model.rates`), by kind of kernel (`lather.time_model.kinds`);
                 causal attention computes half of its flops
     waits       times that the host waits for the device, each with the place in Lather: reads of
                 values, blocking copies, copies of memory that is not pinned, synchronization
@@ -27,25 +27,30 @@ from __future__ import annotations
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from benchmarks.launches import kinds, operations
-from benchmarks.launches.rates import H100, TABLES, UNKNOWN
 from benchmarks.live_bytes import PeakBytes
 from lather.device import Read
 from lather.standin.mode import StandInMode, places
-from lather.standin.operations import COPIES, TAKE_INDICES, VIEWS, flops
+from lather.standin.operations import COPIES, TAKE_INDICES, VIEWS
 from lather.storages import following_resizes
+from lather.time_model import operations
+from lather.time_model.launches import (
+    TRITON,
+    KernelLaunch,
+    launch_named,
+    launch_of,
+    launch_of_triton,
+)
+from lather.time_model.rates import H100, TABLES, UNKNOWN
 
 OUTSIDE = "outside of Lather's ranges"
 RANGES = "lather.optim."
 """The names of ranges that are phases begin so."""
-TRITON = "triton "
-"""The names of Triton kernels begin so here."""
 
 
 @dataclass
@@ -155,40 +160,27 @@ class Counter(StandInMode):
         self.notes[f"{what} at {place()}"] += 1
 
     def launch(
-        self,
-        name: str,
-        read: int,
-        written: int,
-        *,
-        flops: int = 0,
-        times: int = 1,
-        kind: str | None = None,
-        causal: bool = False,
+        self, name: str, read: int, written: int, *, flops: int = 0, kind: str | None = None
     ) -> None:
-        """Count the launch of a kernel, or of `times` equal ones together; None: the kind that the
-        name says."""
-        phase, kind = self.phase, kind or kinds.kind_of(name, (), ())
-        phase.launches += times
-        phase.triton += name.startswith(TRITON)
-        phase.kernels[name] += times
-        phase.bytes_read += read
-        phase.bytes_written += written
-        phase.flops += flops
-        if kind == UNKNOWN:
-            phase.unknown[name] += times
-        computed = flops / 2 if causal or name in kinds.FLEX else flops
-        seconds = {
-            table.name: table.seconds(kind, read + written, computed, times) for table in TABLES
-        }
-        phase.add_seconds({kind: seconds[H100.name]}, seconds)
+        launch = launch_named(name, read, written, flops=flops)
+        self.add(launch if kind is None else replace(launch, kind=kind))
 
     def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
-        self.launch(
-            f"{TRITON}{function.__name__}",
-            *operations.kernel_traffic(function, tensors),
-            flops=kinds.flops_of_triton(function, tensors),
-            kind=kinds.kind_of_triton(function, tensors),
-        )
+        self.add(launch_of_triton(function, tensors))
+
+    def add(self, launch: KernelLaunch) -> None:
+        """Count a launch."""
+        phase, name, kind = self.phase, launch.name, launch.kind
+        phase.launches += launch.times
+        phase.triton += name.startswith(TRITON)
+        phase.kernels[name] += launch.times
+        phase.bytes_read += launch.read
+        phase.bytes_written += launch.written
+        phase.flops += launch.flops
+        if kind == UNKNOWN:
+            phase.unknown[name] += launch.times
+        seconds = {table.name: launch.seconds(table) for table in TABLES}
+        phase.add_seconds({kind: seconds[H100.name]}, seconds)
 
     # --- what the device is asked for -------------------------------------------------------------
 
@@ -215,26 +207,15 @@ class Counter(StandInMode):
         phase.peak_bytes = max(phase.peak_bytes, self._memory.now)
         if name not in COPIES:
             self._check_devices(name, inputs)
-        if func.is_view or name in VIEWS:
-            phase.views += 1
-        elif name not in operations.WITHOUT_KERNEL:
-            read, written = operations.traffic(func, name, args, kwargs, inputs, made)
-            count = flops(func, name, args, kwargs, out)
-            times = operations.launches(name, args)
-            causal = kinds.is_causal(func, name, args, kwargs)
-            self.launch(
-                name,
-                read,
-                written,
-                flops=count,
-                times=times,
-                kind=kinds.kind_of(name, inputs, made, causal=causal),
-                causal=causal,
-            )
-            if count and made and made[0].dtype == torch.float64:
+        launch = launch_of(func, name, args, kwargs, inputs, made, out)
+        if launch is not None:
+            self.add(launch)
+            if launch.flops and made and made[0].dtype == torch.float64:
                 self.note(f"{name} in fp64")
             if why := operations.WAIT_INSIDE.get(name):
                 self.wait(why)
+        elif func.is_view or name in VIEWS:
+            phase.views += 1
 
     def _check_devices(self, name: str, inputs: list[Tensor]) -> None:
         """Note operands on the CPU: an index is copied, which the host waits for, and so may be a

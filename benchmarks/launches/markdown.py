@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from benchmarks.gpu.predicted import PARTS, measured_ms, optimizer_ms, predicted
-from benchmarks.launches.rates import H100
 from benchmarks.report import Row
+from lather.time_model.rates import H100
 
 PREDICTED = ("block", "loss", *PARTS.values())
 """Parts of the rows that the table of predictions shows."""

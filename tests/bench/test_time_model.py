@@ -18,8 +18,9 @@ import torch
 
 from benchmarks.gpu import predicted as of_gpu
 from benchmarks.gpu.predicted import optimizer_ms, predicted
-from benchmarks.launches import kinds, markdown
-from benchmarks.launches.rates import H100, H200, TABLES, UNKNOWN
+from benchmarks.launches import markdown
+from lather.time_model import kinds
+from lather.time_model.rates import H100, H200, TABLES, UNKNOWN
 
 REPOSITORY = Path(__file__).parents[2]
 MEASURED = [
@@ -31,11 +32,12 @@ MEASURED = [
 TWO_LAUNCHES = """
 import json
 from benchmarks.launches.counter import Counter
+from lather.time_model.launches import KernelLaunch
 
 with Counter() as counter:
     counter.launch("few flops", 2 * 10**9, 10**9, flops=10**9, kind="GEMM")
     counter.launch("few bytes", 10**6, 10**6, flops=10**12, kind="GEMM")
-    counter.launch("tiny", 4, 4, times=3, kind="elementwise")
+    counter.add(KernelLaunch("tiny", "elementwise", 4, 4, times=3))
     counter.launch("of another project", 4, 4)
     counter.launch("flex attention", 4, 4, flops=10**12)
     total = counter.total

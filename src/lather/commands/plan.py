@@ -1,9 +1,9 @@
 """`lather plan CONFIG --world N`: predicts the memory that every rank of a training run will need,
-without a GPU and before the run."""
+and how long a step takes, without a GPU and before the run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,13 +22,14 @@ from lather.memory import plan_report
 from lather.memory.advice import advise, as_options
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.plan_picture import draw
+from lather.memory.step_time import measured_run, step_time
 from lather.memory.workers import Assumed
 
 
 @dataclass(frozen=True)
 class PlanArguments:
     """Run a few training steps of a rank at each pipeline position on tensors without storage, and
-    show which bytes are alive at the peak."""
+    show which bytes are alive at the peak, and how long a step takes."""
 
     config: Annotated[Config, Argument(inline=True)] = field(default_factory=Config)
     world: int = 1
@@ -37,6 +38,9 @@ class PlanArguments:
     """Memory of a device, for example 80GiB: reports whether the run fits."""
     device: Literal["gpu", "cpu"] = "gpu"
     """Kind of device that the ranks have: CPU and GPU take different paths."""
+    rates: str = ""
+    """Rates that times are predicted from: h100, h200, a100, b200 or cpu (a core of one), or the
+    folder of a run on such a device, whose measured steps correct them. Left out: h100 or cpu."""
     imbalance: float = 1.0
     """Rows that the experts of the busiest rank receive, relative to an even load; above 1 for
     routers that are not balanced."""
@@ -78,16 +82,21 @@ def plan_command(arguments: list[str]) -> int:
     check_writable(parsed.out, parsed.json, parsed.write)
     check_parallel(parsed.config, parsed.world, "--world")
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
-    assumed = Assumed(parsed.device, parsed.imbalance, memory)
+    run = measured_run(parsed.rates, parsed.device)
+    rates = parsed.rates if run is None else run.rates
+    assumed = Assumed(parsed.device, parsed.imbalance, memory, rates)
     with Console(stderr=True).status("planning: a minute or more for a large model"):
         result = plan(parsed.config.resolved(), parsed.world, assumed)
+        time = step_time(result, parsed.machine)
+        if run is not None:
+            time = replace(time, scale=run.scale(plan(run.config, run.world_size, assumed)))
     if parsed.json:
-        plan_report.write(result, arguments, parsed.json)
+        plan_report.write(result, time, arguments, parsed.json)
     title = f"{name}: {parsed.world} {'rank' if parsed.world == 1 else 'ranks'}"
     if parsed.out:
         draw(result, memory, title, parsed.out)
     console = command_console()
-    plan_report.show(result, memory, console, machine=parsed.machine)
+    plan_report.show(result, memory, console, machine=parsed.machine, time=time)
     fits = memory is None or result.needed <= memory
     if memory is not None and (parsed.advice == "always" or (parsed.advice == "auto" and not fits)):
         _advise(parsed, result, memory, console)

@@ -29,16 +29,14 @@ from lather.config.optim import optim_config
 from lather.config.rate_schedule import SCHEDULE_OPTIONS
 from lather.errors import ConfigError
 from lather.memory.plan import MemoryPlan, allowance_for, plan
+from lather.memory.step_time import bus_seconds, exchange_seconds
 from lather.memory.workers import worker_processes
 from lather.optim.options import NEEDED_BY_OFFLOAD, name_of
 
 FLOPS = 400e12
 """Assumed flops per second of a device."""
-LINK, EXCHANGE = 50e9, 300e9
-"""Assumed bytes per second that a device sends to other machines, and to ranks of its machine; no
-transfer overlaps with compute."""
-BUS = 25e9
-"""Assumed bytes per second between a device and its host, in each direction at the same time."""
+EXCHANGE = 300e9
+"""Assumed bytes per second that a device sends to ranks of its machine."""
 
 MOST_SETTINGS = 10
 """Maximal number of settings that are planned."""
@@ -68,15 +66,8 @@ class Setting:
 
     def seconds(self, machine: int) -> float:
         """Return the seconds of a step at the assumed rates, with `machine` ranks per machine."""
-        work = self.plan.work
-        parallel = self.config.parallel
-        inside = work.sent if self.plan.world_size <= machine else work.experts
-        if self.plan.world_size > machine >= parallel.cp * parallel.ep:
-            inside += work.context
-        computing = work.flops / FLOPS / (1 - self.plan.bubble())
-        fetched, written = self.plan.bus
-        visiting = max(fetched + self.plan.frozen, written) / BUS
-        return computing + inside / EXCHANGE + (work.sent - inside) / LINK + visiting
+        computing = self.plan.work.flops / FLOPS / (1 - self.plan.bubble())
+        return computing + exchange_seconds(self.plan, machine, EXCHANGE) + bus_seconds(self.plan)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +42,7 @@ from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import TRANSFERS, Action, Kind
 from lather.standin.device import module, standin
 from lather.standin.mode import StandInMode
-from lather.standin.operations import flops
+from lather.time_model.launches import launch_named, launch_of, launch_of_triton
 from lather.torch_private import start_fake_process_group
 
 SETTLES = {
@@ -119,7 +119,10 @@ class LedgerMode(StandInMode, Recorder):
         return pairs * ranks // experts if what is Read.EXPERT_ROWS else pairs
 
     def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
-        self.tally.add(Work(flops))
+        self.tally.launched(launch_named(name, read, written, flops=flops))
+
+    def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
+        self.tally.launched(launch_of_triton(function, tensors))
 
     def ran(
         self,
@@ -135,8 +138,8 @@ class LedgerMode(StandInMode, Recorder):
         self.ledger.note(filter(self.is_here, inputs if travels else made), travels=travels)
         if travels:
             self.tally.travels(name, args)
-        else:
-            self.tally.add(Work(flops(func, name, args, kwargs, out)))
+        elif launch := launch_of(func, name, args, kwargs, inputs, made, out):
+            self.tally.launched(launch)
 
     # --- labels -----------------------------------------------------------------------------------
 
@@ -300,7 +303,7 @@ def dry_rank(
     num_tokens = config.train.sequence_length * config.train.batch_size // data_size
     num_tokens //= config.parallel.cp
     config = shortened(config, world_size)
-    tally = WorkTally(number / config.num_micro_batches(data_size))
+    tally = WorkTally(number / config.num_micro_batches(data_size), rates=assumed.rate_table)
     load = Load(config, num_tokens // number, assumed.imbalance)
     device, mode = standin(assumed.device), make_mode(Ledger(), load, tally)
     with _process_group(rank, world_size, device), mode:

@@ -11,11 +11,14 @@ from typing import Any
 from rich.console import Console
 
 from lather.console import titled_table
+from lather.durations import duration
 from lather.files import write_numbers
-from lather.memory.advice import BUS, EXCHANGE, FLOPS, LINK, Advice, Setting, as_options
+from lather.lines import short_number
+from lather.memory.advice import EXCHANGE, FLOPS, Advice, Setting, as_options
 from lather.memory.dry_run import RankRun
 from lather.memory.ledger import segment_title
 from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
+from lather.memory.step_time import BUS, LINK, StepTime
 from lather.pipeline.partition import SLACK, Partition
 from lather.version import describe_version
 
@@ -33,9 +36,16 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 GIB = 2**30
 
 
-def show(plan: MemoryPlan, memory: int | None, console: Console, *, machine: int = 8) -> None:
-    """Print a line per pipeline rank at its peak, the activations of the largest rank, and whether
-    the run fits in `memory` bytes; `machine`: devices per machine."""
+def show(
+    plan: MemoryPlan,
+    memory: int | None,
+    console: Console,
+    *,
+    machine: int = 8,
+    time: StepTime | None = None,
+) -> None:
+    """Print a line per pipeline rank at its peak, the activations of the largest rank, whether
+    the run fits in `memory` bytes, and the predicted time; `machine`: devices per machine."""
     unit, scale = unit_of(plan.largest.peak)
     table = titled_table(_title(plan, unit), ("rank", "layers"), (*COLUMNS, "peak"))
     table.add_column("when")
@@ -52,7 +62,8 @@ def show(plan: MemoryPlan, memory: int | None, console: Console, *, machine: int
             f"{run.peak_step}, {run.largest.when}",
         )
     console.print(table)
-    console.print("\n".join(remarks(plan, memory, machine)), highlight=False)
+    lines = [*remarks(plan, memory, machine), *([] if time is None else times(plan, time))]
+    console.print("\n".join(lines), highlight=False)
 
 
 def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]:
@@ -94,6 +105,32 @@ def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]
         difference = _in(abs(memory - plan.needed), GIB)
         lines.append(f"{word} in {_in(memory, GIB)} GiB: {difference} GiB {rest}")
     return lines
+
+
+def times(plan: MemoryPlan, time: StepTime) -> list[str]:
+    """Return the lines on the predicted time of a step and of the run, and what it assumes."""
+    rates, scale = plan.assumed.rate_table, time.scale
+    mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
+    parts = {
+        "passes": time.passes,
+        "optimizer": time.optimizer,
+        "exchanges": time.exchanges,
+        "transfers with the host": time.bus,
+    }
+    made_of = ", ".join(
+        f"{name} {duration(scale * seconds)}" for name, seconds in parts.items() if seconds
+    )
+    corrected = (
+        "assumed in part: worth 20 % either way; --rates RUN corrects them"
+        if scale == 1
+        else f"times {scale:.2f}, as a step was measured"
+    )
+    bubble = f", with a bubble of {plan.bubble():.1%}" if plan.bubble() else ""
+    return [
+        f"predicted: {duration(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s{mfu}; "
+        f"{duration(time.run_seconds)} for the run's {short_number(time.run_tokens)} tokens",
+        f"of the step {made_of}{bubble}; nothing overlaps; rates of {rates.name}, {corrected}",
+    ]
 
 
 def gathering(run: RankRun, unit: str, scale: int) -> str:
@@ -174,12 +211,24 @@ def describe_partition(plan: MemoryPlan, partition: Partition) -> str:
     )
 
 
-def write(plan: MemoryPlan, arguments: Sequence[str], out: Path) -> None:
+def write(plan: MemoryPlan, time: StepTime, arguments: Sequence[str], out: Path) -> None:
     """Write all numbers as JSON, with the arguments of the command that planned. Raises UserError
     if the file cannot be written."""
-    write_numbers(
-        out, {"lather": describe_version(), "arguments": list(arguments), **to_json(plan)}
-    )
+    numbers = {**to_json(plan), "time": time_json(plan, time)}
+    write_numbers(out, {"lather": describe_version(), "arguments": list(arguments), **numbers})
+
+
+def time_json(plan: MemoryPlan, time: StepTime) -> dict[str, Any]:
+    """Return the predicted time of a step as plain values: its parts in seconds, before they are
+    scaled, and what follows from it."""
+    return {
+        "rates": plan.assumed.rate_table.name,
+        **asdict(time),
+        "seconds": time.seconds,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu,
+        "run_seconds": time.run_seconds,
+    }
 
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:

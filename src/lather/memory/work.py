@@ -1,8 +1,9 @@
 """Counts the work of a rank's step: flops of matrix products, attention and factorizations, bytes
-sent to other ranks, and bytes of frozen weights that come from the host's memory.
+sent to other ranks, bytes of frozen weights that come from the host's memory, and the time that the
+kernels would take on a device (`lather.time_model`).
 
-A dry run (`lather.memory.dry_run`) counts it, operation by operation. Products inside Triton
-kernels are not counted.
+A dry run (`lather.memory.dry_run`) counts it, operation by operation. Flops inside Triton kernels
+are not counted, their time is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 from lather.standin.operations import nbytes
 from lather.storages import tensors_in
+from lather.time_model.launches import TRITON, KernelLaunch
+from lather.time_model.rates import H100, TRANSFERS, RateTable
 
 MICRO_BATCHES, REFRESH, REST = "micro-batches", "refresh", "rest"
 
@@ -39,6 +42,10 @@ class Work:
     gradients."""
     frozen: float = 0.0
     """Bytes of frozen weights fetched from the host's memory."""
+    launches: float = 0.0
+    """Number of kernels."""
+    seconds: float = 0.0
+    """Predicted seconds of the kernels on the device, one after the other."""
 
     @property
     def sent(self) -> float:
@@ -65,6 +72,8 @@ class WorkTally:
     in_context: bool = False
     """Whether context ranks exchange (`lather.parallel.context_ranks`)."""
     refreshing: bool = False
+    rates: RateTable = H100
+    """Rates of the device."""
     sums: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
 
     def restart(self) -> None:
@@ -73,6 +82,13 @@ class WorkTally:
     def add(self, work: Work) -> None:
         when = MICRO_BATCHES if self.in_micro_batch else REFRESH if self.refreshing else REST
         self.sums[when] += work * (self.repeats if self.in_micro_batch else 1.0)
+
+    def launched(self, launch: KernelLaunch) -> None:
+        """Add a launch; transfers between the device and its host have a time of their own
+        (`lather.memory.step_time`)."""
+        flops = 0 if launch.name.startswith(TRITON) else launch.flops
+        seconds = 0.0 if launch.kind == TRANSFERS else launch.seconds(self.rates)
+        self.add(Work(flops, launches=launch.times, seconds=seconds))
 
     def travels(self, name: str, args: Sequence[Any]) -> None:
         """Add an operation of a process group, by torch's name for it."""

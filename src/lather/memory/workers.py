@@ -11,6 +11,7 @@ from typing import Literal
 
 from lather.cores import num_cores
 from lather.processes import end_with_parent, without_signals
+from lather.time_model.rates import DEFAULT_RATES, RATES, RateTable
 from lather.torch_private import IMPORTED_LATE
 
 Device = Literal["gpu", "cpu"]
@@ -26,6 +27,12 @@ class Assumed:
     """Rows of the experts of the busiest rank, relative to an even load."""
     memory: int | None = None
     """Bytes of a GPU. None: an H200's."""
+    rates: str = ""
+    """Key of `RATES`, the tables of rates of the time model; empty: of the kind of device."""
+
+    @property
+    def rate_table(self) -> RateTable:
+        return RATES[self.rates or DEFAULT_RATES[self.device]]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
-"""The one table of rates of the time model: what each kind of kernel reaches on two devices, which
-have the same processor and differ in their memory.
+"""The tables of rates of the time model: what each kind of kernel reaches on a device. An H100 and
+an H200 have the same processor and differ in their memory; those of an A100 and a B200 are derived
+from them by the makers' peaks; a core of a CPU has a few rates for all.
 
 A launch takes the longest of three times: its bytes at the rate of its kind, its flops at the rate
 of its kind, and the shortest time of any launch.
@@ -53,7 +54,10 @@ class RateTable:
     source: str
     """Where the two times come from."""
     peak_flops: float
-    """Dense bf16 flops per second that the maker states; the whole of which MFU is a share."""
+    """Dense bf16 flops per second that the maker states; the whole of which MFU is a share. 0: not
+    known."""
+    waits: bool = False
+    """Whether the host waits for each launch, so that its time is added to that of the device."""
 
     def seconds(self, kind: str, size: int, flops: float, launches: int) -> float:
         """Compute the time on the device of launches of a kind, of `size` bytes and `flops`
@@ -62,6 +66,8 @@ class RateTable:
         return max(size / rate.bytes, flops / rate.flops, launches * self.shortest)
 
 
+TRANSFERS = "transfers with the host"
+"""The kind of copies between a device and its host."""
 UNKNOWN = "unknown"
 """The kind of kernels that the model does not know."""
 
@@ -120,7 +126,7 @@ def _kinds(copy: float) -> dict[str, KindRate]:
         "factorizations one by one": KindRate(
             copy, "measured: refresh row, torch.linalg.qr less its products", 4.5e12
         ),
-        "transfers with the host": KindRate(25e9, "assumed: a bus of PCIe 5, one direction"),
+        TRANSFERS: KindRate(25e9, "assumed: a bus of PCIe 5, one direction"),
         "exchanges": KindRate(300e9, "assumed: NVLink, nothing hides it"),
         UNKNOWN: KindRate(0.8 * copy, "assumed: less than own Triton kernels"),
     }
@@ -137,3 +143,54 @@ H100 = RateTable(
 H200 = replace(H100, name="NVIDIA H200", kinds=_kinds(4.15e12), peak_flops=PEAK_FLOPS["H200"])
 TABLES = (H100, H200)
 """The first is that of the tables in docs/gpu.md."""
+
+
+def _like(table: RateTable, name: str, copy: float, peak: float) -> RateTable:
+    """Return the rates of a device of which only the maker's peaks are known: each kind reaches as
+    much of them as on the device of `table`. `copy`: bytes per second of a copy, assumed to reach
+    the same share of the memory's peak."""
+    moved, share = copy / table.kinds["copies"].bytes, peak / table.peak_flops
+    source = f"assumed: as {table.name}, by the peaks"
+    kinds = {
+        kind: KindRate(rate.bytes * moved, source, rate.flops * share)
+        for kind, rate in table.kinds.items()
+    }
+    for kind in ("exchanges", TRANSFERS):
+        kinds[kind] = table.kinds[kind]
+    return replace(table, name=name, kinds=kinds, source=source, peak_flops=peak)
+
+
+A100 = _like(H100, "NVIDIA A100", 1.8e12, PEAK_FLOPS["A100"])
+B200 = _like(H100, "NVIDIA B200", 7.1e12, PEAK_FLOPS["B200"])
+
+_CORE = KindRate(4e9, "measured: five small configurations, one core of a shared machine")
+CORE = RateTable(
+    "one core of a CPU",
+    {
+        **dict.fromkeys(H100.kinds, _CORE),
+        "GEMM": replace(_CORE, flops=150e9, source="assumed: as in fp32"),
+        "TF32 GEMM": replace(_CORE, flops=150e9, source="assumed: as in fp32"),
+        "fp32 GEMM": replace(_CORE, flops=150e9),
+        "symmetric products": replace(_CORE, flops=150e9, source="assumed: as other products"),
+        "symmetric TF32 products": replace(_CORE, flops=150e9, source="assumed: as others"),
+        "grouped GEMM": replace(_CORE, flops=80e9),
+        "experts' weight gradients": replace(_CORE, flops=80e9),
+        "attention forward": replace(_CORE, flops=40e9),
+        "attention backward": replace(_CORE, flops=40e9),
+        "attention forward, no mask": replace(_CORE, flops=40e9),
+        "attention backward, no mask": replace(_CORE, flops=40e9),
+        "flex attention": replace(_CORE, flops=40e9),
+        "factorizations": replace(_CORE, flops=5e9, source="assumed"),
+        "factorizations one by one": replace(_CORE, flops=5e9, source="assumed"),
+        "exchanges": KindRate(1e9, "assumed: gloo between processes of a machine"),
+    },
+    shortest=0.0,
+    host_seconds=10e-6,
+    source="measured: with the rates of small configurations",
+    peak_flops=0.0,
+    waits=True,
+)
+RATES = {"h100": H100, "h200": H200, "a100": A100, "b200": B200, "cpu": CORE}
+"""Tables by the name that `lather plan --rates` takes."""
+DEFAULT_RATES = {"gpu": "h100", "cpu": "cpu"}
+"""Names of the tables that count where none is given, by kind of device."""

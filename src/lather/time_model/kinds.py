@@ -1,4 +1,4 @@
-"""Says of which kind a kernel is, in the time model (`benchmarks.launches.rates`), and whether
+"""Says of which kind a kernel is, in the time model (`lather.time_model.rates`), and whether
 a GPU computes half of its flops.
 
 A kernel that stands in no table here is of the kind "unknown", and is listed. **A new Triton kernel
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.launches.operations import GATHERS, ONE_BY_ONE, SCATTERS, source_of
-from benchmarks.launches.rates import UNKNOWN
 from lather.kernels.symmetric_product import num_flops
 from lather.standin.operations import ATTENTION, COPIES, SUMMED_PRODUCTS
+from lather.time_model.operations import GATHERS, ONE_BY_ONE, SCATTERS, source_of
+from lather.time_model.rates import TRANSFERS, UNKNOWN
 from lather.torch_private import get_fp32_precision
 
 PRODUCTS = frozenset(["mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "mv", "addmv", "dot"])
@@ -249,7 +249,7 @@ def kind_of(
     if name in COPIES:
         tensors = [*inputs, *made]
         if any(x.device.type == "cpu" and x.dim() for x in tensors):
-            return "transfers with the host"
+            return TRANSFERS
         return "casts" if len({x.dtype for x in tensors}) > 1 else "copies"
     if name.startswith("_foreach_"):
         return KIND_OF.get(name, "elementwise")
