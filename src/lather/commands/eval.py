@@ -101,6 +101,7 @@ def eval_command(arguments: list[str]) -> None:
         "run": str(trained.run),
         "step": trained.step,
         "weights": trained.weights,
+        "dtype": parsed.dtype,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "sequence_length": length,
         "max_sequences": parsed.max_sequences,

@@ -171,7 +171,8 @@ class TrainedModel:
         the weights of a block on disk until it runs. Raises CheckpointError as `decoder` does."""
         chosen, outline = pick_device(device), self._outline(where.torch_dtype)
         size, free = sum(p.nbytes for p in outline.parameters()), free_memory(chosen)
-        if where.layerwise == "never" or (where.layerwise == "auto" and size <= FILLED * free):
+        fits = not free or size <= FILLED * free
+        if where.layerwise == "never" or (where.layerwise == "auto" and fits):
             yield self.decoder(chosen, where.torch_dtype)
             return
         if where.layerwise == "auto":
