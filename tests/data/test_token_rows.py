@@ -13,12 +13,14 @@ import pytest
 from making_helpers import Make, documents_of, lines, skips
 
 from lather.commands.data import describe
+from lather.data import sources
 from lather.data.batches import Batch, Source, read_batch
 from lather.data.config import DataConfig
 from lather.data.dataset import DataSet
 from lather.data.opening import open_source
+from lather.data.records import Record, Skip
 from lather.data.sequences import IGNORE_INDEX
-from lather.data.token_rows import RowError, row_of
+from lather.data.token_rows import RowError, read_rows, row_of
 from lather.errors import ConfigError, DataError
 
 LAYERS, CHOSEN = 2, 3
@@ -143,6 +145,101 @@ def test_data_sets_without_columns_mix_with_those_that_have_some(
     assert batch.columns["weights"][0].tolist() == [1] * 8
     assert batch.columns["routing"][0].eq(-1).all()
     assert batch.columns["routing"][1].ge(0).any()
+
+
+def pairs_of(count: int, *, longest: int = 6) -> list[dict[str, Any]]:
+    """Draw pairs of answers with log-probabilities."""
+    draw, rows, token = random.Random(1), [], 0
+    for _ in range(count):
+        row = {}
+        for name in ("chosen", "rejected"):
+            length = draw.randint(2, longest)
+            logprobs = [None, *(-draw.random() for _ in range(length - 1))]
+            row[name] = {"tokens": list(range(token, token + length)), "logprobs": logprobs}
+            token += length
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("shard_tokens", [5, 1000])
+def test_the_answers_of_a_pair_are_in_one_sequence(
+    make: Make, tmp_path: Path, shard_tokens: int
+) -> None:
+    rows = pairs_of(20)
+    (tmp_path / "rows.jsonl").write_text(lines(*rows))
+    options = {**ROWS, "shard_tokens": shard_tokens, "holdout_every": 5}
+    dataset = make(tmp_path / "rows.jsonl", **options)
+    seen = 0
+    for split in ("train", "validation"):
+        source = open_source(dataset, split, DataConfig(packing="documents"), 14)
+        batch = read_batch([source], [(0, index) for index in range(len(source))])
+        assert max(len(pairs_S.unique()) for pairs_S in batch.columns["pairs"]) > 3
+        of_token: dict[int, tuple[int, int, float]] = {}
+        for place in np.ndindex(*batch.labels_BS.shape):
+            pair, logprob = (batch.columns[name][place].item() for name in ("pairs", "logprobs"))
+            label = int(batch.labels_BS[place])
+            assert (label == IGNORE_INDEX) == (pair == 0)
+            if pair:
+                of_token[label] = place[0], pair, logprob
+        for row in rows:
+            labels = [row[name]["tokens"][1:] for name in ("chosen", "rejected")]
+            if labels[0][0] not in of_token:
+                continue  # it is in the other split
+            seen += 1
+            sequences = {of_token[label][0] for each in labels for label in each}
+            numbers = [{of_token[label][1] for label in each} for each in labels]
+            assert len(sequences) == 1
+            assert numbers[0] == {-min(numbers[1])}
+            assert min(numbers[0]) > 0
+            for name, each in zip(("chosen", "rejected"), labels, strict=True):
+                stored = [of_token[label][2] for label in each]
+                assert stored == pytest.approx(row[name]["logprobs"][1:], rel=1e-6)
+    assert seen == 20
+
+
+def test_pairs_that_cannot_be_packed_are_refused(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = pairs_of(4)
+    (tmp_path / "rows.jsonl").write_text(lines(*rows))
+    dataset = make(tmp_path / "rows.jsonl", **ROWS)
+    with pytest.raises(DataError, match=r"only data\.packing = 'documents' keeps"):
+        open_source(dataset, "train", DataConfig(), 14)
+    with pytest.raises(DataError, match=r"a pair has \d tokens: give train.sequence_length"):
+        open_source(dataset, "train", DataConfig(packing="documents"), 3)
+    (tmp_path / "rows.jsonl").write_text(lines(*rows, {"tokens": [1, 2, 3]}))
+    with pytest.raises(DataError, match="only some rows are pairs"):
+        make(tmp_path / "rows.jsonl", **ROWS, name="mixed")
+    (tmp_path / "pairs.jsonl").write_text(lines(*rows))
+    (tmp_path / "rows.jsonl").write_text(lines({"tokens": [1, 2, 3]}))
+    monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 1)  # a unit for each file
+    both = tmp_path / "pairs.jsonl", tmp_path / "rows.jsonl"
+    mixed = make(*both, **ROWS, name="mixed of units")
+    with pytest.raises(DataError, match="only some rows are pairs"):
+        open_source(mixed, "train", DataConfig(packing="documents"), 14)
+
+
+ANSWER = {"tokens": [1, 2], "logprobs": [None, -1.0]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chosen": ANSWER}, "chosen and rejected are not two rows"),
+        ({"chosen": ANSWER, "rejected": [1, 2]}, "chosen and rejected are not two rows"),
+        ({"chosen": ANSWER, "rejected": {**ANSWER, "logprobs": None}}, "has no logprobs"),
+        ({"chosen": ANSWER, "rejected": {**ANSWER, "logprobs": [-1]}}, "has no logprobs"),
+        ({"chosen": ANSWER, "rejected": {**ANSWER, "logprobs": [-1, None]}}, "has no logprobs"),
+        ({"chosen": {**ANSWER, "weights": 0.5}, "rejected": ANSWER}, "a pair has weights other"),
+        ({"chosen": {**ANSWER, "weights": [1, 0]}, "rejected": ANSWER}, "no token that is learned"),
+        ({"chosen": {**ANSWER, "tokens": [1]}, "rejected": ANSWER}, "no token that is learned"),
+    ],
+)
+def test_what_is_no_pair_is_skipped_with_the_reason(fields: dict[str, Any], message: str) -> None:
+    skip = read_rows(Record(3, fields))
+    assert isinstance(skip, Skip)
+    assert skip.line == 3
+    assert message in skip.detail
 
 
 @pytest.mark.parametrize(

@@ -222,3 +222,107 @@ def test_validation_leaves_columns_out() -> None:
     batch = global_batch(pair)
     plain = pair.engine.validation_loss(replace(batch, columns={}))
     assert pair.engine.validation_loss(batch) == plain
+
+
+# --- pairs of answers -----------------------------------------------------------------------------
+
+BETA = 0.3
+
+
+def preference_batch(pair: Pair) -> Batch:
+    """Return sequences of one or two pairs of short documents, chosen or rejected first, behind
+    them a document without a pair; each document begins with a token that is not learned."""
+    tokens, generator = pair.tokens(), torch.Generator().manual_seed(3)
+    batch = Batch.of_tokens(tokens)
+    begins_BS = torch.zeros(batch.inputs_BS.shape, dtype=torch.bool)
+    pairs_BS = torch.zeros(batch.inputs_BS.shape, dtype=torch.int64)
+    labels_BS = batch.labels_BS.clone()
+    for row in range(len(tokens)):
+        for number in range(1 + row % 2):
+            for answer, sign in enumerate((1, -1) if row % 3 else (-1, 1)):
+                start = 4 * number + 2 * answer
+                begins_BS[row, start] = True
+                pairs_BS[row, start : start + 2] = sign * (7 + number + 1000 * row)
+        begins_BS[row, start + 2] = True
+        labels_BS[row, start + 2 :] = IGNORE_INDEX
+    labels_BS[0, 0] = IGNORE_INDEX  # part of an answer that is not learned
+    logprobs_BS = -torch.rand(labels_BS.shape, generator=generator) * 4
+    logprobs_BS[pairs_BS == 0] = torch.nan
+    columns = {"pairs": pairs_BS, "logprobs": logprobs_BS}
+    return replace(batch, labels_BS=labels_BS, begins_BS=begins_BS, columns=columns)
+
+
+def plain_preferences(pair: Pair, batch: Batch) -> tuple[float, list[Tensor]]:
+    """Return one process's loss and gradients, by the formula of TRL: the sigmoid loss of
+    `DPOTrainer`, -logsigmoid(beta * ((chosen - ref_chosen) - (rejected - ref_rejected)))."""
+    num_pairs = len(batch.columns["pairs"].abs().unique()) - 1
+    total = 0.0
+    for row, inputs_S in enumerate(batch.inputs_BS):
+        bounds = [*batch.begins_BS[row].nonzero().flatten().tolist(), len(inputs_S)]
+        output = pair.plain(inputs_S[None], cu_seqlens=torch.tensor(bounds))
+        logprobs_SV = F.log_softmax(output.logits_BSV[0], -1)
+        answers: dict[int, Tensor] = {}
+        references: dict[int, float] = {}
+        for position, label in enumerate(batch.labels_BS[row].tolist()):
+            answer = int(batch.columns["pairs"][row, position])
+            if answer and label != IGNORE_INDEX:
+                answers[answer] = answers.get(answer, 0) + logprobs_SV[position, label]
+                reference = batch.columns["logprobs"][row, position].item()
+                references[answer] = references.get(answer, 0) + reference
+        share = 1 / len(batch.inputs_BS)
+        loss = output.balance_loss() * (pair.moe.balance_coefficient or 0.0) * share
+        for number in [answer for answer in answers if answer > 0]:
+            chosen = answers[number] - references[number]
+            rejected = answers[-number] - references[-number]
+            of_pair = -F.logsigmoid(BETA * (chosen - rejected)) / num_pairs
+            total, loss = total + of_pair.item(), loss + of_pair
+        loss.backward()
+    return total, [p.grad for p in pair.plain.parameters()]
+
+
+def preference_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, float]]:
+    errors = []
+    for case in cases:
+        pair = make_pair(case)
+        pair.engine._dpo_beta = BETA
+        batch = preference_batch(pair)
+        found: list[Any] = [None]
+        if rank == 0:
+            found = [plain_preferences(pair, batch)]
+        if world_size > 1:
+            dist.broadcast_object_list(found, 0)
+        loss, gradients = found[0]
+        for p, gradient in zip(pair.plain.parameters(), gradients, strict=True):
+            p.grad = gradient
+        share = share_of(pair, batch)
+        begins = batch.begins_BS.unflatten(0, (pair.num_data, -1))[pair.mesh.data_rank]
+        reading = pair.engine.launch_gradients(replace(share, begins_BS=begins))
+        error = abs(reading.read()[0].loss - loss) / abs(loss)
+        errors.append((error, pair.largest_error("grad")))
+    return errors
+
+
+def test_pairs_have_the_loss_and_gradients_of_trl_in_one_process() -> None:
+    cases = [Case(schedule="sequential", length=12), Case(length=12, family="llama")]
+    assert max(map(max, preference_errors(0, 1, cases))) < 1e-12
+
+
+def test_pairs_have_the_loss_and_gradients_of_trl_on_four_ranks() -> None:
+    cases = [
+        Case(pp=2, ep=2, length=12, poison=True),
+        Case(ep=2, replicas=2, length=12, family="qwen3_moe", schedule="sequential"),
+        Case(cp=2, pp=2, length=12, poison=True),
+        Case(cp=2, ep=2, length=12, family="gpt_oss", recompute=ALL),
+    ]
+    for errors in run_ranks(preference_errors, 4, cases):
+        assert max(map(max, errors)) < 1e-12
+
+
+def test_pairs_and_dpo_belong_together() -> None:
+    pair = make_pair(Case(schedule="sequential", length=12))
+    batch = preference_batch(pair)
+    with pytest.raises(DataError, match="the data has pairs of answers"):
+        pair.engine.launch_gradients(batch)
+    pair.engine._dpo_beta = BETA
+    with pytest.raises(DataError, match=r"dpo_beta = 0\.3, but the data has no pairs"):
+        pair.engine.launch_gradients(replace(batch, columns={}))

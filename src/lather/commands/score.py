@@ -16,7 +16,7 @@ from lather.argument import Argument
 from lather.checkpoint.chosen_weights import Weights
 from lather.commands.parsing import parse_arguments
 from lather.data.records import FilePart, RecordReader, Skip
-from lather.data.token_rows import RowError, TokenRow, row_of
+from lather.data.token_rows import RowError, TokenRow, parts_of, row_of
 from lather.errors import DataError
 from lather.evaluation.token_scores import ScoredTokens, score_tokens
 from lather.files import whole_file
@@ -25,8 +25,8 @@ from lather.train.published_model import find_model
 from lather.train.trained_model import Layerwise, Running
 
 LOGPROBS = "logprobs"
-Row = tuple[dict[str, Any], TokenRow]
-"""A record, and what it describes."""
+Line = tuple[dict[str, Any], list[TokenRow]]
+"""A record, and the row, or the two rows of a pair, that it describes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class ScoreArguments:
     """Run directory, whose newest checkpoint scores; or RUN@STEP or RUN@best for another one; or a
     Hugging Face folder."""
     rows: Annotated[Path, Argument(positional=True, metavar="ROWS")]
-    """JSONL file, also .gz or .zst, whose lines have "tokens"."""
+    """JSONL file, also .gz or .zst, whose lines have "tokens", or "chosen" and "rejected" that
+    have."""
     out: Annotated[Path, Argument(positional=True, metavar="OUT")]
     """JSONL file that gets the same lines with "logprobs": the log-probability of each token in
     nats, null for the first."""
@@ -74,11 +75,12 @@ def score_command(arguments: list[str]) -> None:
         trained.precision(decoder.device, parsed.dtype),
     ):
         while batch := list(islice(rows, parsed.batch_size)):
-            documents = [row.tokens.tolist() for _, row in batch]
+            documents = [row.tokens.tolist() for _, rows_of_line in batch for row in rows_of_line]
             scores = score_tokens(decoder, documents, parsed.batch_size)
-            for (fields, _), scored in zip(batch, scores, strict=True):
-                named = _fields(scored, with_routing=parsed.routing)
-                file.write(json.dumps({**fields, **named}, ensure_ascii=False) + "\n")
+            for fields, _ in batch:
+                for part in parts_of(fields):  # of this line: the answers of a pair
+                    part.update(_fields(next(scores), with_routing=parsed.routing))
+                file.write(json.dumps(fields, ensure_ascii=False) + "\n")
             done += len(batch)
             status.update(f"{done:,} rows")
     print(f"{parsed.out}: {done:,} rows, scored by {trained.checkpoint}")
@@ -89,7 +91,7 @@ def _fields(scored: ScoredTokens, *, with_routing: bool) -> dict[str, Any]:
     return fields | {"routing": scored.routing_TLK.tolist()} if with_routing else fields
 
 
-def _rows(path: Path, vocab_size: int, longest: int) -> Iterator[Row]:
+def _rows(path: Path, vocab_size: int, longest: int) -> Iterator[Line]:
     """Yield the rows of a file. Raises DataError for the first line that is none, or that the model
     cannot read."""
     if not path.is_file():
@@ -100,17 +102,18 @@ def _rows(path: Path, vocab_size: int, longest: int) -> Iterator[Row]:
             raise DataError(f"{place}: {record.reason} {record.detail}: correct the line")
         assert isinstance(record.content, dict)
         try:
-            row = row_of(record.content)
+            rows = [row_of(part) for part in parts_of(record.content)]
         except RowError as error:
             raise DataError(f"{place}: no row of tokens: {error}: correct the line") from None
-        if row.tokens.max() >= vocab_size:
-            raise DataError(
-                f"{place}: token {row.tokens.max()} is outside the model's vocabulary of "
-                f"{vocab_size}: give the run's own tokens"
-            )
-        if len(row.tokens) > longest:
-            raise DataError(
-                f"{place}: {len(row.tokens):,} tokens, but the model reads {longest:,} "
-                "(model.max_position_embeddings): make the row shorter"
-            )
-        yield record.content, row
+        for row in rows:
+            if row.tokens.max() >= vocab_size:
+                raise DataError(
+                    f"{place}: token {row.tokens.max()} is outside the model's vocabulary of "
+                    f"{vocab_size}: give the run's own tokens"
+                )
+            if len(row.tokens) > longest:
+                raise DataError(
+                    f"{place}: {len(row.tokens):,} tokens, but the model reads {longest:,} "
+                    "(model.max_position_embeddings): make the row shorter"
+                )
+        yield record.content, rows

@@ -207,6 +207,9 @@ class Config:
         qk_clip = self.train.qk_clip
         constraint = "0 with adapters, whose base weights stay as they are"
         require(not (qk_clip and self.lora.rank), "train.qk_clip", qk_clip, constraint)
+        beta, has_mtp = self.train.dpo_beta, self.model.num_nextn_predict_layers > 0
+        constraint = "0 with multi-token prediction, whose blocks have no loss for pairs"
+        require(not (beta and has_mtp), "train.dpo_beta", beta, constraint)
         pp, layers = self.parallel.pp, self.model.num_hidden_layers
         if self.parallel.resolved_schedule == "dualpipev":
             constraint = f"at most {layers // 2}: each of 2 * pp stages needs one of the"

@@ -39,6 +39,9 @@ class LoopConfig:
     mtp_loss_weight: Positive = 0.3
     """Weight of the loss of multi-token prediction, the mean over its depths, beside the loss of
     the next token; without effect on models that have none. DeepSeek-V3: 0.3, then 0.1."""
+    dpo_beta: NonNegative = 0.0
+    """Train on pairs of a chosen and a rejected answer by DPO with this beta, against the
+    log-probabilities that their data set has; 0.1 is common. 0: cross entropy, without pairs."""
     max_grad_norm: Annotated[float, Range("at least 0", lambda norm: norm >= 0)] = 1.0
     """Clip the norm of the gradient to this value; 0: do not clip."""
     qk_clip: NonNegative = 0.0

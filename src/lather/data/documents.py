@@ -41,8 +41,8 @@ class Document:
     split: str = "train"
     notes: list[Note] = field(default_factory=list)
     """Parts of the record that the document lacks: kind, detail."""
-    row: TokenRow | None = None
-    """The document's tokens in place of a text."""
+    rows: list[TokenRow] = field(default_factory=list)
+    """Tokens in place of a text: of a document, or of the two of a pair."""
 
 
 def document_of(record: Record, field: str, template: ChatTemplate | None) -> Document | Skip:

@@ -14,6 +14,7 @@ from lather.data.making import ShowLine, make_dataset
 from lather.data.order import MixturePhase, Order
 from lather.data.sequences import PackedDocuments, Sequences, Windows
 from lather.data.sources import list_sources
+from lather.data.token_columns import PAIRS
 from lather.errors import DataError
 from lather.hub import Address
 
@@ -122,6 +123,11 @@ def open_source(dataset: DataSet, split: str, config: DataConfig, length: int) -
     """Open a split as sequences of `length` tokens, packed as configured. Raises DataError if there
     is no such split, or no sequence."""
     reader = dataset.split(split)
+    if PAIRS in reader.columns and config.packing != "documents":
+        raise DataError(
+            f"{dataset.folder} has pairs of answers, which only data.packing = 'documents' keeps "
+            "together: set it"
+        )
     sequences: Sequences
     if config.packing == "documents":
         sequences = PackedDocuments(reader, length)

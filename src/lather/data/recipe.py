@@ -40,7 +40,7 @@ class DataRecipe:
     "instruction" and "output"); only the assistant's answers are trained on."""
     token_rows: bool = False
     """Lines and rows are documents of "tokens", with "weights", "advantages" and "routing" if they
-    have them."""
+    have them, or pairs of such documents, "chosen" and "rejected"."""
     separator: str = ""
     """Text between two documents of a text file, such as "<|endoftext|>"; empty: a file is one
     document, or one per MiB above 1 MiB."""

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lather.data.shards import Array, ShardReader
-from lather.data.token_columns import TOKEN_COLUMNS
+from lather.data.token_columns import PAIRS, TOKEN_COLUMNS
 from lather.errors import DataError
 
 IGNORE_INDEX = -100
@@ -221,14 +221,27 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.
 
 def pack(reader: ShardReader, length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
     """Return the chunks of all documents, sorted by sequence, and the index of each sequence's
-    first chunk, followed by the number of chunks."""
+    first chunk, followed by the number of chunks. The documents of a pair are not cut, and go to
+    the same sequence. Raises DataError if that is too short, or if some documents have no pair."""
+    are_pairs = PAIRS in reader.columns
+    longest = np.iinfo(np.int32).max if are_pairs else length
     chunks = np.concatenate(
         [
             np.empty(0, CHUNK),
-            *(_chunks(reader, shard, length) for shard in range(len(reader.entries))),
+            *(_chunks(reader, shard, longest) for shard in range(len(reader.entries))),
         ]
     )
-    bins = best_fit(chunks["length"], length)
+    if are_pairs:
+        if not all(PAIRS in entry.columns for entry in reader.entries):
+            raise DataError(f"{reader.folder}: only some rows are pairs: make a data set of each")
+        lengths = chunks["length"].reshape(-1, 2).sum(1)
+        if (most := int(lengths.max())) > length:
+            raise DataError(
+                f"{reader.folder}: a pair has {most:,} tokens: give train.sequence_length as many"
+            )
+        bins = np.repeat(best_fit(lengths, length), 2)
+    else:
+        bins = best_fit(chunks["length"], length)
     order = np.argsort(bins, kind="stable")
     starts = np.searchsorted(bins[order], np.arange(int(bins.max(initial=-1)) + 2))
     return chunks[order], starts.astype(np.int64)

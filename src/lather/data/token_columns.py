@@ -9,9 +9,10 @@ Letters: T tokens, L MoE layers of the main model, K experts per token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-WEIGHTS, ROUTING = "weights", "routing"
+WEIGHTS, ROUTING, PAIRS, LOGPROBS = "weights", "routing", "pairs", "logprobs"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class TokenColumn:
 TOKEN_COLUMNS = {
     WEIGHTS: TokenColumn("<f4", 1, is_of_label=True),
     ROUTING: TokenColumn("<i2", -1, is_of_label=False),
+    PAIRS: TokenColumn("<i8", 0, is_of_label=True),
+    LOGPROBS: TokenColumn("<f4", math.nan, is_of_label=True),
 }
 """`weights`: factor of the label's nats in the loss. `routing`, (L, K): the experts of the input in
-each MoE layer of the main model, or -1: the router chooses."""
+each MoE layer of the main model, or -1: the router chooses. `pairs`: the number of the token's pair
+of answers, negative in the rejected one; 0: none. `logprobs`: the token's log-probability under the
+model that DPO compares with, which only pairs have."""

@@ -6,6 +6,9 @@ each.
                 learned, and does not count among the labels by which the loss is divided
     advantages  further factors, or one for all; a token with 0 counts
     routing     for each token, and each MoE layer, the experts that it goes to, (T, L, K)
+    logprobs    log-probability of each token, for DPO
+
+or that have two such rows, "chosen" and "rejected", with an answer that is preferred and another.
 
 Letters: T tokens, L MoE layers of the main model, K experts per token.
 """
@@ -19,10 +22,11 @@ import numpy as np
 
 from lather.data.records import Record, Skip
 from lather.data.shards import Array
-from lather.data.token_columns import ROUTING, TOKEN_COLUMNS, WEIGHTS
+from lather.data.token_columns import LOGPROBS, PAIRS, ROUTING, TOKEN_COLUMNS, WEIGHTS
 
 TOKENS, ADVANTAGES = "tokens", "advantages"
-ROW_FIELDS = (TOKENS, WEIGHTS, ADVANTAGES, ROUTING)
+ANSWERS = ("chosen", "rejected")
+ROW_FIELDS = (TOKENS, WEIGHTS, ADVANTAGES, ROUTING, LOGPROBS, *ANSWERS)
 """The fields of a row that are read."""
 
 
@@ -41,14 +45,46 @@ class TokenRow:
     """Values of the tokens, (T, ...) by name; columns whose values change nothing are left out."""
 
 
-def read_row(record: Record) -> TokenRow | Skip:
-    """Read a row of tokens; return the reason to skip it if it is none."""
+def read_rows(record: Record) -> list[TokenRow] | Skip:
+    """Read a row of tokens, or the two of a pair; return the reason to skip it if it is none."""
     try:
         if isinstance(record.content, str):
             raise RowError("a text file")
-        return row_of(record.content)
+        parts = parts_of(record.content)
+        rows = [row_of(part) for part in parts]
+        for row, sign in zip(rows, (1, -1), strict=False):
+            if len(rows) == 2:
+                _add_pair(row, sign, parts[0 if sign > 0 else 1].get(LOGPROBS))
+        return rows
     except RowError as error:
         return Skip(record.line, "no row of tokens", str(error))
+
+
+def parts_of(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the fields of a row, or of the two rows of a pair. Raises RowError."""
+    if not any(fields.get(name) is not None for name in ANSWERS):
+        return [fields]
+    parts = [fields.get(name) for name in ANSWERS]
+    if not all(isinstance(part, dict) for part in parts):
+        raise RowError("chosen and rejected are not two rows of tokens")
+    return [part for part in parts if isinstance(part, dict)]
+
+
+def _add_pair(row: TokenRow, sign: int, logprobs: Any) -> None:
+    """Add the columns of an answer of a pair. Raises RowError."""
+    length = len(row.tokens)
+    if not row.learned[1:].any():
+        raise RowError("an answer of the pair has no token that is learned")
+    if WEIGHTS in row.columns:
+        raise RowError("a pair has weights other than 0 and 1: DPO takes none")
+    try:
+        values = np.array(logprobs, dtype=np.float32)
+    except (TypeError, ValueError):
+        values = np.full(0, np.nan, np.float32)
+    if values.shape != (length,) or not np.isfinite(values[1:]).all():
+        raise RowError("an answer of the pair has no logprobs: `lather score` adds them")
+    row.columns[PAIRS] = np.full(length, sign, np.int64)
+    row.columns[LOGPROBS] = values
 
 
 def row_of(fields: dict[str, Any]) -> TokenRow:

@@ -34,8 +34,9 @@ from lather.data.recipe import DataRecipe
 from lather.data.records import Record, RecordReader, Skip
 from lather.data.shards import Array, ShardWriter, token_dtype
 from lather.data.sources import ReadUnit
+from lather.data.token_columns import PAIRS
 from lather.data.token_files import TokenFile, TokenFileError, open_token_file
-from lather.data.token_rows import read_row
+from lather.data.token_rows import read_rows
 from lather.errors import DataError
 from lather.files import read_text, write_aside
 from lather.processes import end_with_parent, without_signals
@@ -204,22 +205,27 @@ def _texts(unit: ReadUnit, settings: WorkSettings, report: UnitReport) -> Iterat
 
 
 def _row(record: Record) -> Document | Skip:
-    row = read_row(record)
-    return row if isinstance(row, Skip) else Document("", row=row)
+    rows = read_rows(record)
+    return rows if isinstance(rows, Skip) else Document("", rows=rows)
 
 
 def _rows(unit: ReadUnit, settings: WorkSettings, report: UnitReport) -> Iterator[TokenRun]:
-    """Yield the documents of rows of tokens. Raises DataError for a token outside the
-    vocabulary."""
-    for document in documents_of(unit, settings.recipe, None, report):
-        row = document.row
-        assert row is not None
-        if row.tokens.max() >= settings.vocab_size:
-            raise DataError(
-                f"{unit.parts[0].path}: token {row.tokens.max()} is outside the vocabulary of "
-                f"{settings.vocab_size}: give its own --vocab-size"
-            )
-        yield TokenRun(document.split, row.tokens, True, row.learned, columns=row.columns)
+    """Yield the documents of rows of tokens; pairs get numbers of their own. Raises DataError for a
+    token outside the vocabulary, or if only some rows are pairs."""
+    path, kinds = unit.parts[0].path, set[int]()
+    for number, document in enumerate(documents_of(unit, settings.recipe, None, report), 1):
+        kinds.add(len(document.rows))
+        if len(kinds) > 1:
+            raise DataError(f"{path}: only some rows are pairs: make a data set of each")
+        for row in document.rows:
+            if row.tokens.max() >= settings.vocab_size:
+                raise DataError(
+                    f"{path}: token {row.tokens.max()} is outside the vocabulary of "
+                    f"{settings.vocab_size}: give its own --vocab-size"
+                )
+            if PAIRS in row.columns:
+                row.columns[PAIRS] *= (unit.number << 32) + number
+            yield TokenRun(document.split, row.tokens, True, row.learned, columns=row.columns)
 
 
 def _tokens(unit: ReadUnit, settings: WorkSettings, report: UnitReport) -> Iterator[TokenRun]:

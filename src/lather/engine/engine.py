@@ -24,7 +24,12 @@ from lather.config.config import Config, MoEConfig
 from lather.config.loop import LoopConfig
 from lather.data.batches import Batch
 from lather.device import Read, gpu_module, is_gpu, is_nvidia, read, to_device
-from lather.engine.micro_batch_columns import check_columns, with_columns
+from lather.engine.micro_batch_columns import (
+    check_columns,
+    learned_pairs,
+    num_pairs_of,
+    with_columns,
+)
 from lather.engine.qk_clip import measuring
 from lather.engine.settings import prepare_experts, schedule_for, weights_dtype
 from lather.engine.step_graph import StepGraph
@@ -79,7 +84,7 @@ class Engine:
         self._first_share = loop.first_batch_size // mesh.data_size
         self.schedule_of: Callable[[int], Schedule] = lambda num_micro_batches: schedule
         """Makes the schedule of a step by its number of micro-batches, which may grow."""
-        self._mtp_loss_weight = loop.mtp_loss_weight
+        self._mtp_loss_weight, self._dpo_beta = loop.mtp_loss_weight, loop.dpo_beta
         prepare_experts(part, moe, mesh.data_group, mesh.context)
         if loop.weight_dtype == "bfloat16":
             narrow_product_weights(part, torch.bfloat16)
@@ -138,11 +143,14 @@ class Engine:
         Raises ValueError, before anything is sent, if the share does not have the engine's shape,
         and DataError if its routing is not one of the model.
         """
-        check_columns(batch.columns, self.part)
+        check_columns(batch.columns, self.part, self._dpo_beta)
         num_labels, num_tokens = self.counts_of_all(batch)
-        parts = batch.tokens_of_parts(self.micro_batch_size)
+        parts, normalizer = batch.tokens_of_parts(self.micro_batch_size), num_labels
+        if self._dpo_beta:
+            batch = replace(batch, columns=learned_pairs(batch.columns, batch.labels_BS))
+            (normalizer,) = self._sums_of_ranks(num_pairs_of(batch.columns))
         shares = [tokens / max(1, num_tokens) for tokens in parts]
-        micro_batches = self._micro_batches(batch, float(max(1, num_labels)), shares)
+        micro_batches = self._micro_batches(batch, float(max(1, normalizer)), shares)
         micro_batches, shares_of_depths = self._with_depths(batch, micro_batches)
         reading = self.new_reading(num_labels, with_logits=with_logits)
         with counting_step(self.part.routers()), measuring(self.part, reading.logits_AH):
@@ -268,13 +276,16 @@ class Engine:
     def _add_up(self, batch: Batch) -> tuple[int, int]:
         if batch.labels_of_all is not None and batch.tokens_of_all is not None:
             return batch.labels_of_all, batch.tokens_of_all
-        of_share = batch.num_labels, batch.num_tokens
+        num_labels, num_tokens = self._sums_of_ranks(batch.num_labels, batch.num_tokens)
+        return num_labels, num_tokens
+
+    def _sums_of_ranks(self, *of_share: int) -> tuple[int, ...]:
+        """Return the sums over data ranks of numbers of their shares."""
         if self.mesh.data_size == 1:  # context ranks have the same share
             return of_share
         total = torch.tensor(of_share, device=self.mesh.device)
         dist.all_reduce(total, group=self.mesh.data_group)
-        num_labels, num_tokens = (read(total, Read.COUNTS) // self.mesh.cp).tolist()
-        return num_labels, num_tokens
+        return tuple((read(total, Read.COUNTS) // self.mesh.cp).tolist())
 
     def _micro_batches(
         self,
@@ -309,7 +320,8 @@ class Engine:
             MicroBatch(x_BS, y_BS, layout, normalizer, balance * share, z_loss * share)
             for x_BS, y_BS, layout, share in zip(*on_device, layouts, shares, strict=True)
         ]
-        return with_columns(micro_batches, batch.columns, self.part, context, device)
+        sources = batch.columns, self.part, context, device
+        return with_columns(micro_batches, *sources, dpo_beta=self._dpo_beta)
 
     def _with_depths(
         self, batch: Batch, micro_batches: list[MicroBatch]

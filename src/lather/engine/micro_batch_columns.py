@@ -13,15 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from lather.data.batch_columns import Columns, check_routing
-from lather.data.token_columns import ROUTING, WEIGHTS
+from lather.data.sequences import IGNORE_INDEX
+from lather.data.token_columns import LOGPROBS, PAIRS, ROUTING, WEIGHTS
 from lather.device import to_device
+from lather.errors import DataError
 from lather.models.context import Context
 from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.model_part import ModelPart
+from lather.pipeline.preference_loss import AnswerPairs
+from lather.shapes import Int
 
 
-def check_columns(columns: Columns, part: ModelPart) -> None:
-    """Raise DataError if a routing is not one of the model of which `part` is a part."""
+def check_columns(columns: Columns, part: ModelPart, dpo_beta: float) -> None:
+    """Raise DataError if a routing is not one of the model of which `part` is a part, or if there
+    are pairs without DPO, or DPO without pairs."""
+    if (PAIRS in columns) != (dpo_beta > 0):
+        raise DataError(
+            "the data has pairs of answers, which are trained by DPO: set train.dpo_beta, such as "
+            "0.1"
+            if PAIRS in columns
+            else f"train.dpo_beta = {dpo_beta}, but the data has no pairs of answers: make it of "
+            "rows with chosen and rejected, or set 0"
+        )
     if ROUTING in columns:
         num_layers = len(_main_layers(part, part.moe_layers))
         check_routing(columns[ROUTING], num_layers, part.num_experts, part.num_experts_per_tok)
@@ -33,9 +46,11 @@ def with_columns(
     part: ModelPart,
     context: Context | None,
     device: torch.device,
+    *,
+    dpo_beta: float,
 ) -> list[MicroBatch]:
-    """Return the micro-batches with their weights, and with the choices that this rank's routers
-    repeat."""
+    """Return the micro-batches with their weights or pairs, and with the choices that this rank's
+    routers repeat."""
     size = len(micro_batches[0].tokens_BS)
 
     def divided(x_BSx: Tensor) -> Sequence[Tensor]:
@@ -45,6 +60,14 @@ def with_columns(
     if WEIGHTS in columns:
         of_each = zip(micro_batches, divided(columns[WEIGHTS]), strict=True)
         micro_batches = [replace(each, weights_BS=weights_BS) for each, weights_BS in of_each]
+    if PAIRS in columns:
+        numbers = [_numbered(pairs_BS) for pairs_BS in columns[PAIRS].split(size)]
+        index_BS = divided(torch.cat([index_BS for index_BS, _ in numbers]))
+        sign_BS, logprobs_BS = divided(columns[PAIRS].sign()), divided(columns[LOGPROBS])
+        for number, (_, num_pairs) in enumerate(numbers):
+            of_labels = index_BS[number], sign_BS[number], logprobs_BS[number].nan_to_num()
+            pairs = AnswerPairs(*of_labels, num_pairs, dpo_beta)
+            micro_batches[number] = replace(micro_batches[number], pairs=pairs)
     local = _main_layers(part, part.local_moe_layers())
     if ROUTING in columns and local:
         routers: list[nn.Module] = [*part.routers()[: len(local)]]
@@ -55,6 +78,28 @@ def with_columns(
             layout = micro_batches[number].layout.with_routing(routing)
             micro_batches[number] = replace(micro_batches[number], layout=layout)
     return micro_batches
+
+
+def learned_pairs(columns: Columns, labels_BS: Int[Tensor, "b s"]) -> dict[str, Tensor]:
+    """Return the columns with pairs only where there is a label."""
+    is_label_BS = labels_BS != IGNORE_INDEX
+    return {**columns, PAIRS: columns[PAIRS].masked_fill(~is_label_BS, 0)}
+
+
+def num_pairs_of(columns: Columns) -> int:
+    """Return the number of pairs of a batch."""
+    return sum(len(pairs_S[pairs_S > 0].unique()) for pairs_S in columns[PAIRS])
+
+
+def _numbered(pairs_BS: Int[Tensor, "b s"]) -> tuple[Tensor, int]:
+    """Return the number of each position's pair, from 0 in the first row that has one, and the
+    number of pairs, which positions without one have. The answers of a pair are in one row."""
+    index_BS, start = torch.zeros_like(pairs_BS), 0
+    for index_S, pairs_S in zip(index_BS, pairs_BS.abs(), strict=True):
+        numbers, index = pairs_S[pairs_S > 0].unique(return_inverse=True)
+        index_S[pairs_S > 0] = start + index
+        start += len(numbers)
+    return index_BS.masked_fill(pairs_BS == 0, start), start
 
 
 def _main_layers(part: ModelPart, layers: Iterable[int]) -> list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline.attention_segment import SplitCut
+from lather.pipeline.preference_loss import AnswerPairs
 from lather.pipeline.tape import Cut, Outputs
 from lather.shapes import Float, Int
 
@@ -39,6 +40,9 @@ class MicroBatch:
     run."""
     weights_BS: Float[Tensor, "b s"] | None = None
     """Factor of each label's nats in the sum; None: 1."""
+    pairs: AnswerPairs | None = None
+    """Pairs of answers, whose loss replaces that sum; `normalizer` is then their number in the
+    step."""
 
 
 @dataclass(frozen=True)

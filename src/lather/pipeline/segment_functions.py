@@ -21,14 +21,18 @@ from lather.pipeline.tape import Outputs
 def head_loss(norm: nn.Module, head: nn.Linear, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
     """Return the loss of the labels, and the head's input."""
     x_BSD = norm(x_BSD)
-    if batch.weights_BS is None:
+    if batch.weights_BS is None and batch.pairs is None:
         loss = linear_cross_entropy(
             x_BSD, head.weight, batch.labels_BS, normalizer=batch.normalizer, accumulate=True
         )
     else:
         nats_BS = linear_token_losses(x_BSD, head.weight, batch.labels_BS, accumulate=True)
-        weighted_BS = nats_BS * batch.weights_BS.to(nats_BS.dtype)
-        loss = divided(weighted_BS.flatten().sum(), batch.normalizer)
+        if batch.pairs is not None:
+            loss = batch.pairs.loss(nats_BS, batch.normalizer, batch.layout.context)
+        else:
+            assert batch.weights_BS is not None
+            weighted_BS = nats_BS * batch.weights_BS.to(nats_BS.dtype)
+            loss = divided(weighted_BS.flatten().sum(), batch.normalizer)
     return loss, x_BSD
 
 

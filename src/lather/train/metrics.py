@@ -35,7 +35,8 @@ class StepRow:
     step: int
     """Number of the step; the first is 1."""
     loss: float
-    """Cross entropy in nats per learned token, averaged over the step; null if there was none."""
+    """Cross entropy in nats per learned token, averaged over the step, with the weights of tokens
+    that have some; with `train.dpo_beta` DPO's loss per pair. Null if there was none."""
     mtp_loss: float
     """Cross entropy of multi-token prediction in nats per predicted token, averaged over the step
     and the depths, without its weight; null if the model has no such blocks."""

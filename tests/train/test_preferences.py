@@ -1,0 +1,69 @@
+"""DPO from end to end: a run scores pairs of answers, a data set has them, and another run learns
+to prefer the chosen ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from lather.cli import main
+from lather.files import read_rows
+from tiny_run import write_config
+
+
+def make_pairs(path: Path) -> None:
+    """Write pairs of which the chosen answer repeats the prompt, and the rejected one does not."""
+    draw, lines = random.Random(0), []
+    for _ in range(60):
+        prompt = draw.randrange(10, 20)
+        answers = {"chosen": [prompt] * 3, "rejected": [draw.randrange(20, 30) for _ in range(3)]}
+        pair = {
+            name: {"tokens": [prompt, *answer], "weights": [0, 1, 1, 1]}
+            for name, answer in answers.items()
+        }
+        lines.append(json.dumps({**pair, "source": "drawn"}))
+    path.write_text("\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences")
+    config = write_config(folder, steps=2)
+    make_pairs(folder / "pairs.jsonl")
+    base, scored = str(folder / "base"), str(folder / "scored.jsonl")
+    assert main(["train", str(config), "--run-dir", base, "--log.sample-tokens", "0"]) == 0
+    assert main(["score", base, str(folder / "pairs.jsonl"), scored]) == 0
+    made = ["data", "make", str(folder / "pairs"), scored, "--token-rows", "--vocab-size", "300"]
+    assert main([*made, "--holdout-every", "0", "--workers", "1"]) == 0
+    return folder
+
+
+def options(folder: Path, name: str) -> list[str]:
+    values = {
+        "init-from": folder / "base",
+        "run-dir": folder / name,
+        "data.path": folder / "pairs",
+        "data.packing": "documents",
+        "train.steps": 12,
+        "optim.lr": 1e-2,
+        "log.sample-tokens": 0,
+    }
+    words = [[f"--{key}", str(value)] for key, value in values.items()]
+    return ["train", str(folder / "tiny.toml"), *sum(words, [])]  # noqa: RUF017
+
+
+def test_a_run_begins_at_ln_2_and_learns_to_prefer(folder: Path) -> None:
+    assert main([*options(folder, "tuned"), "--train.dpo-beta", "0.5"]) == 0
+    rows = [row for row in read_rows(folder / "tuned/metrics.jsonl") if "loss" in row]
+    # the reference are the weights from which the run starts
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert rows[-1]["loss"] < 0.4
+
+
+def test_pairs_need_dpo(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options(folder, "none")) == 2
+    assert "which are trained by DPO: set train.dpo_beta" in capsys.readouterr().err
