@@ -3,14 +3,19 @@ that resume between two spikes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from ranks import run_ranks
 from tiny_training import Silent, make_config, start
 
 from lather.config.config import Config
+from lather.config.loop import DebugConfig
+from lather.engine.engine import Engine
+from lather.engine.step_reading import StepReading
 from lather.files import read_rows
 from lather.train.loop import train
 from poisoned_data import make_poisoned
@@ -54,6 +59,38 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, list[int]]:
         stopped = config_of(folder, f"{name} stopped", parallel)
         steps[name] += [start(stopped, after).step for after in (2, 19, 2, 0)]
     return steps
+
+
+def bent_runs(rank: int, world_size: int, folder: Path) -> None:
+    """Take a step in which a layer of rank 1 makes a NaN, which reaches all ranks."""
+    gradients = Engine.launch_gradients
+
+    def bent(engine: Engine, *args: Any, **options: Any) -> StepReading:
+        layer = next(iter(engine.part.layers.values()))
+        change = (lambda module, args, x: (x - 1e6).sqrt()) if rank == 1 else lambda *_: None
+        hook = layer.self_attn.register_forward_hook(change)
+        try:
+            return gradients(engine, *args, **options)
+        finally:
+            hook.remove()
+
+    with patch.object(Engine, "launch_gradients", bent):
+        for name, parallel in MESHES.items():
+            config = config_of(folder, f"{name} bent", parallel)
+            loop = replace(config.train, steps=1)
+            start(replace(config, train=loop, debug=DebugConfig(nan=True)))
+
+
+def test_the_rank_on_which_a_nan_began_is_named(tmp_path: Path) -> None:
+    make_poisoned(tmp_path)
+    run_ranks(bent_runs, 2, tmp_path, timeout=100)
+    for name in MESHES:
+        rows = read_rows(tmp_path / f"{name} bent" / "metrics.jsonl")
+        (suspect,) = [row for row in rows if "suspect" in row]
+        layer = 1 if name == "pp2" else 0
+        place = f"NaN began at sqrt.default in the forward pass of layers.{layer}.self_attn"
+        (origin,) = suspect["origin"]
+        assert origin.startswith(f"rank 1: {place}")
 
 
 def test_ranks_skip_the_same_steps_and_resume_to_the_same_bits(tmp_path: Path) -> None:

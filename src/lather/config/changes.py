@@ -36,8 +36,8 @@ from lather.models.families import ModelConfig
 CHANGES = "changes.jsonl"
 
 FREE = {
-    *("checkpoint", "data", "fork_from", "ignore_fields", "init_from", "init_weights", "log"),
-    *("moe.memory", "parallel", "profile", "run_dir"),
+    *("checkpoint", "data", "debug", "fork_from", "ignore_fields", "init_from", "init_weights"),
+    *("log", "moe.memory", "parallel", "profile", "run_dir"),
     *(
         "train.compile",
         "train.cuda_graph",
@@ -46,7 +46,7 @@ FREE = {
         "train.max_skipped_steps",
     ),
     *("train.micro_batch_size", "train.minutes", "train.offload_frozen"),
-    *("train.recompute", "train.rounded_weights"),
+    *("train.patience", "train.patience_on", "train.recompute", "train.rounded_weights"),
     *("train.validation_every", "train.validation_sequences"),
 }
 """Sections and keys. Those of `data` only say where the tokens are; checksums verify that the

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from lather.config.loop import LoopConfig, Patterns
+from lather.config.loop import DebugConfig, LoopConfig, Patterns
 from lather.config.optim import OptimConfig, optim_config
 from lather.config.records import CheckpointConfig, LogConfig, ProfileConfig
 from lather.config.rule_fields import check_ranges
@@ -173,6 +173,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
         check_ranges(self, "")

@@ -1,4 +1,4 @@
-"""The section `[train]`: the training loop, numerics and safeguards."""
+"""The sections `[train]`, the training loop, numerics and safeguards, and `[debug]`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from lather.errors import ConfigError, require
 from lather.optim.options import Count, Decay, NonNegative, Positive, Range, at_least
 
 Patterns = Annotated[tuple[str, ...], Range("patterns of names, none empty", all)]
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """Help with finding errors; a run without errors is not changed by it."""
+
+    nan: bool = False
+    """Run the passes of a step whose loss or gradient is not finite again, looking at every
+    operation, and name the layer, the operation and the rank where a NaN began; takes many times
+    as long as the step."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,12 @@ class LoopConfig:
     then."""
     validation_sequences: Count = 64
     """Held-out sequences per validation."""
+    patience: Number = 0
+    """End the run after so many validations in a row whose loss is no lower than the lowest before,
+    and keep the best checkpoint, as checkpoint.keep_best does; 0: never."""
+    patience_on: str = ""
+    """Name of the held-out set that patience and checkpoint.keep_best follow; empty: the run's
+    own."""
     recompute: tuple[Literal["attention", "experts", "shared_experts"], ...] = ()
     """Parts of each block whose activations are computed again in the backward pass instead of kept
     (activation checkpointing)."""
@@ -127,6 +143,11 @@ class LoopConfig:
             allowed = "float32 with train.precision = 'fp64', which keeps gradients in float64"
             is_wide = self.gradient_dtype == "float32"
             require(is_wide, "train.gradient_dtype", self.gradient_dtype, allowed)
+        if self.patience and not self.validation_every:
+            raise ConfigError(
+                f"train.patience = {self.patience} needs validations between the steps: give "
+                "train.validation_every, such as 100"
+            )
         first, growth = self.first_batch_size, self.batch_growth_steps
         if bool(first) != bool(growth):
             raise ConfigError(

@@ -25,8 +25,8 @@ class CheckpointConfig:
     keep_every: Number = 0
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     keep_best: bool = False
-    """Also keep the checkpoint with the lowest validation loss, which is saved after each
-    validation that is better than all before."""
+    """Also keep the checkpoint with the lowest validation loss (see train.patience_on), which is
+    saved after each validation that is better than all before."""
     asynchronous: bool = False
     """Write checkpoints while training continues, from a copy in CPU memory; it is as large as the
     rank's weights and optimizer state."""

@@ -174,6 +174,7 @@ NAMES = (
     Name("checkpoint.every", "save_strategy", "in steps"),
     Name("checkpoint.keep_last", "save_total_limit keep_latest_k save_top_k keep_checkpoints"),
     Name("checkpoint.keep_best", "load_best_model_at_end save_best"),
+    Name("train.patience", "early_stopping_patience early_stopping"),
     Name("checkpoint.asynchronous", "async_save async_mode async_checkpoint"),
     Name("log.every", "logging_steps log_interval log_every log_freq log_every_n_steps"),
     Name("log.wandb_project", "wandb use_wandb wandb_name"),
@@ -271,11 +272,6 @@ NAMES = (
     ),
     Name("", "chat_template", "lather data make takes conversations and their template"),
     Name("", "num_cycles lr_scheduler_kwargs", "optim.schedule has one cycle: leave it out"),
-    Name(
-        "",
-        "early_stopping_patience",
-        "a run ends at train.steps: checkpoint.keep_best keeps the best",
-    ),
     Name("", "trust_remote_code", "no code is loaded with a model: leave it out"),
     Name("", "ema ema_decay", "no average of weights is kept: leave it out"),
 )

@@ -12,7 +12,8 @@ labels and tokens of its own, by which its losses are averaged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial, reduce
 
@@ -177,6 +178,15 @@ class Engine:
         output = self._executor.run(micro_batches, schedule)
         self._wait_for_gradients()
         return output
+
+    @contextmanager
+    def recorded_by(self, record: Recorder) -> Iterator[None]:
+        """Let another recorder record the passes in the block."""
+        before, self._executor.record = self._executor.record, record
+        try:
+            yield
+        finally:
+            self._executor.record = before
 
     def _wait_for_gradients(self) -> None:
         for unit in self.units.values():

@@ -15,6 +15,7 @@ from lather.config.config import Config
 from lather.files import read_rows
 from lather.sweep.grid import GridRun, Values
 from lather.sweep.intervals import Mean
+from lather.train.best import has_ended, validations
 
 OTHER_LOSSES = ("data.", "train.sequence_length", "train.validation_sequences", "model.vocab_size")
 """Fields, or beginnings of their names, that change what a validation loss is measured on."""
@@ -46,7 +47,9 @@ def result_of(run_dir: Path, config: Config) -> RunResult | None:
         return RunResult(math.inf, f"{most} steps up to step {steps[-1]['step']} were skipped")
     saved = [step_of(checkpoint) for checkpoint in list_checkpoints(run_dir / "checkpoints")]
     last = [row for row in rows if "validation_loss" in row][-1:]
-    if config.train.steps not in saved or not last or last[0]["step"] != config.train.steps:
+    found = validations(rows, config.train.patience_on)
+    end = found[-1][0] if has_ended(found, config.train.patience) else config.train.steps
+    if end not in saved or not last or last[0]["step"] != end:
         return None
     loss = last[0]["validation_loss"]
     if loss is None:

@@ -38,7 +38,7 @@ class Care:
         self._tokenizer = Path(config.run_dir) / "tokenizer.json"
         self._action = config.train.spikes
         self._watch: SpikeWatch | None = None
-        self._spike = ""
+        self._spike, self._finds_nan = "", config.debug.nan
         if self._action != "off":
             self._watch = SpikeWatch(config.train.spike_deviations, config.train.spike_window)
             self._watch.restore(record.of_rows(self._watch.values_of))
@@ -62,8 +62,14 @@ class Care:
         self._spike = "" if self._watch is None else self._watch.judge(result)
         return bool(self._spike) and self._action == "skip"
 
-    def report(self, result: StepResult, progress: Progress) -> None:
-        """Show and record a completed step that was a spike or not finite, with its documents."""
+    def report(
+        self, result: StepResult, progress: Progress, find_origin: Callable[[], list[str]]
+    ) -> None:
+        """Show and record a completed step that was a spike or not finite, with its documents;
+        `find_origin` returns where values that are not finite began."""
+        origin: list[str] = []
+        if result.skip_reason == NOT_FINITE and self._finds_nan:
+            origin = find_origin()
         why, self._spike = self._spike, ""
         if result.skip_reason == NOT_FINITE:
             why = "its loss or gradient is not finite"
@@ -81,6 +87,10 @@ class Care:
             "action": action,
             "sequences": sequences,
         }
+        if origin:
+            row["origin"] = origin
+        for text in origin[:MOST_NAMED]:
+            self._note(text)
         self._record.write(row)
 
     def _sequences(self, step: int) -> Iterator[SuspectSequence]:

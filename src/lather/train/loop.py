@@ -8,7 +8,6 @@ and continues from there.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -19,13 +18,14 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from lather.checkpoint.folder import Progress, Retention, best_checkpoint, list_checkpoints, step_of
+from lather.checkpoint.folder import Progress, Retention, list_checkpoints, step_of
 from lather.checkpoint.reader import load_checkpoint
 from lather.checkpoint.save import Saver
 from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.data.batches import Batch
 from lather.device import Read, deterministic, is_gpu, read
+from lather.engine import nan_search
 from lather.engine.averaged_weights import averaged_weights
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import build_optimizer, head_rows
@@ -37,6 +37,7 @@ from lather.parallel.mesh import Mesh
 from lather.pipeline.timeline import FILE as TIMELINE
 from lather.pipeline.timeline import TimelineRecorder, append_timeline
 from lather.train import metrics
+from lather.train.best import BestValidation
 from lather.train.care import Care
 from lather.train.diverged import DivergedError, diverged
 from lather.train.initial_weights import find_weights, load_weights, notes_on_weights
@@ -136,6 +137,7 @@ class _TrainingRun:
         self.config, self.mesh, self.display = config, mesh, display
         self.path = Path(config.run_dir)
         self.batches, self.held_out = data.batches, data.held_out
+        self.best = BestValidation(config, [*data.held_out])
         self.timeline = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
         partition = agreed_partition(config, mesh)
         layers = None if partition is None else partition.stages
@@ -165,10 +167,10 @@ class _TrainingRun:
         self.last_request = 0.0
         """When the last requested checkpoint was started, in seconds of `time.monotonic`."""
         self.out_of_time = False
-        self.lowest_loss = math.inf
-        """The lowest validation loss at a step with a checkpoint."""
-        if config.checkpoint.keep_best:
-            self._find_best(checkpoints)
+        if self.best.keeps:
+            found = self.record.of_rows(self.best.of_rows)
+            self.best.restore(found, {step_of(path) for path in checkpoints})
+            self._keep_best()
 
     def _new_saver(self) -> Saver:
         saving, engine = self.config.checkpoint, self.engine
@@ -192,23 +194,15 @@ class _TrainingRun:
             self.display.note(f"starting from the weights of {weights}")
         return Progress(0, 0.0)
 
-    def _find_best(self, checkpoints: list[Path]) -> None:
-        steps = {step_of(path) for path in checkpoints}
-        best = self.record.of_rows(partial(best_checkpoint, steps))
-        if best is not None:
-            self._keep_best(*best)
-
-    def _keep_best(self, loss: float, step: int) -> None:
-        """Keep the checkpoint of this step, with this validation loss, from now on."""
-        self.lowest_loss = loss
-        self.saver.retention = replace(self.saver.retention, best=step)
+    def _keep_best(self) -> None:
+        self.saver.retention = replace(self.saver.retention, best=self.best.step)
 
     def train(self, requests: RunRequests) -> RunOutcome:
         train, saving = self.config.train, self.config.checkpoint
         limit = self._time_limit(requests.started)
         try:
             self._before_first_step()
-            while self.progress.step < train.steps and not self._must_end(requests, limit):
+            while self._goes_on() and not self._must_end(requests, limit):
                 start = time.monotonic()
                 with self.profile.step(self.progress.step + 1):
                     self._train_step()
@@ -221,6 +215,8 @@ class _TrainingRun:
             self.profile.finish()
             checkpoint = self._save()
             self.saver.wait()
+            if self.best.is_over:
+                self.display.note(self.best.describe(self.config.run_dir))
             averages = () if self.average is None else self.average.values.values()
             self.memory.finish(self.engine, self.optimizer, averages)
         except DivergedError:  # on all ranks
@@ -266,6 +262,9 @@ class _TrainingRun:
         self.out_of_time = is_late and not must_end
         return urgency == 2
 
+    def _goes_on(self) -> bool:
+        return self.progress.step < self.config.train.steps and not self.best.is_over
+
     def _max_of_ranks(self, value: float) -> float:
         if self.mesh.size == 1:
             return value
@@ -310,9 +309,13 @@ class _TrainingRun:
             self.record.write(metrics.attention_logits_row(result.logits_AH, self.progress))
         self.display.step(row, self.config.train.steps)
         self.notices.watch_step(number, result)
-        self.care.report(result, self.progress)
+        self.care.report(result, self.progress, partial(self._find_origin, number))
         if skipped >= self.config.train.max_skipped_steps:
             raise diverged(self.config, self.progress, result)
+
+    def _find_origin(self, number: int) -> list[str]:
+        finding = nan_search.search(self.engine, self._batch(number))
+        return nan_search.describe(gather(finding, self.mesh.control_group))
 
     def _batch(self, number: int) -> Batch:
         """Read this rank's share of the batch of a step."""
@@ -320,15 +323,13 @@ class _TrainingRun:
 
     def _validate(self) -> bool:
         """Validate; return whether to save a checkpoint because the validation loss, that of the
-        weights on the run's own held-out set, is the lowest so far."""
-        row, step = self.validation.run(self.progress), self.progress.step
+        weights, is the lowest so far."""
+        row = self.validation.run(self.progress)
         if row is None:
             return False
         self.record.write(row)
-        loss = row["validation_loss"]
-        is_best = self.config.checkpoint.keep_best and step > 0 and loss < self.lowest_loss
-        if is_best:
-            self._keep_best(loss, step)
+        is_best = self.best.add(row)
+        self._keep_best()
         return is_best
 
     def _save(self) -> Path:
@@ -336,7 +337,7 @@ class _TrainingRun:
         return self.saver.save(self.progress)
 
     def _outcome(self, checkpoint: Path) -> RunOutcome:
-        finished = self.progress.step == self.config.train.steps
+        finished = not self._goes_on()
         outcome = outcome_of(self.record.rows(), self.progress, checkpoint)
         outcome = replace(outcome, finished=finished, out_of_time=self.out_of_time)
         if not finished or self.mesh.rank != 0:

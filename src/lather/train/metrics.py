@@ -164,6 +164,9 @@ class SuspectRow(TypedDict):
     """Seconds since the start of training, added up over all launches of the run."""
     suspect: str
     """The reason."""
+    origin: NotRequired[list[str]]
+    """With `debug.nan`: the layer and operation where values that are not finite began, for each
+    rank on which they did."""
     action: Literal["taken", "skipped"]
     """Whether the step took place."""
     sequences: list[SuspectSequence]
