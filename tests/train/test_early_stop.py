@@ -85,7 +85,7 @@ def rows_of(losses: list[float | None], others: list[float | None]) -> list[dict
 
 
 def test_validations_of_a_set() -> None:
-    """A validation before the first step does not count, and a loss that is not finite is the highest."""
+    """A validation before the first step does not count; a loss that is not finite is highest."""
     rows = rows_of([1.0, 5.0, None, 3.0], [1.0, 2.0, 2.5, math.nan])
     assert validations(rows) == [(1, 5.0), (2, math.inf), (3, 3.0)]
     assert validations(rows, "b") == [(1, 2.0), (2, 2.5), (3, math.inf)]

@@ -54,7 +54,8 @@ tokens are the same."""
 FREE_OPTIONS = ("batched", "bucket_bytes", "num_streams", "offload", "max_state_bytes")
 """Options of rules."""
 CHANGEABLE = (
-    *("data.path", "data.weights", "train.max_grad_norm", "train.qk_clip", "train.steps"),
+    *("data.path", "data.weights", "train.max_grad_norm", "train.qk_clip"),
+    *("train.epochs", "train.steps"),
     *("train.skip_steps", "train.spikes", "train.spike_deviations", "train.spike_window"),
     *("moe.balance_coefficient", "moe.z_loss_coefficient"),
     *("train.average_timescale", "train.gradient_dtype", "train.mtp_loss_weight"),

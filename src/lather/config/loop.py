@@ -31,6 +31,9 @@ class LoopConfig:
 
     steps: Count = 300
     """Optimizer steps."""
+    epochs: NonNegative = 0.0
+    """Passes over the training data, in place of steps: the run sets train.steps to the least that
+    read so many sequences, when it opens its data. 0: train.steps counts."""
     minutes: NonNegative = 0.0
     """Wall-clock limit of a launch, in minutes since its start; it saves and ends when another step
     and a checkpoint might not fit; 0: no limit."""

@@ -99,14 +99,7 @@ NAMES = (
     Name("precondition_frequency", "precond_freq precond_frequency preconditioner_update_freq"),
     Name("train.steps", "max_steps num_steps train_steps num_train_steps num_training_steps"),
     Name("train.steps", "max_iters train_iters total_steps"),
-    Name(
-        "train.steps",
-        "epochs epoch num_epochs num_train_epochs max_epochs train_epochs",
-        (
-            "an epoch has as many steps as the data set has tokens (lather data show), divided by "
-            "train.batch_size * train.sequence_length"
-        ),
-    ),
+    Name("train.epochs", "epochs epoch num_epochs num_train_epochs max_epochs train_epochs"),
     Name(
         "train.steps",
         "max_tokens total_tokens train_tokens",

@@ -8,6 +8,7 @@ more or less. The sizes depend on the step alone: a resumed run needs no further
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from lather.data.order import floor_sum
@@ -33,6 +34,10 @@ class BatchSizes:
         if step > self.growth_steps:
             return self.full
         return self.first * (1 + (step - 1) * self._num_stages // self.growth_steps)
+
+    def steps_of(self, num_sequences: int) -> int:
+        """Return the least number of steps, at least 1, with so many sequences."""
+        return max(1, bisect_left(range(2**62), num_sequences, key=lambda n: self.before(n + 1)))
 
     def before(self, step: int) -> int:
         """Return the sequences of all steps before `step`."""

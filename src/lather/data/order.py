@@ -77,6 +77,12 @@ class Order:
                 ]
             )
 
+    @property
+    def epoch_size(self) -> int:
+        """Number of sequences of the sources that take part in the last phase."""
+        shares = zip(self.sizes, self._shares[-1], strict=True)
+        return sum(size for size, share in shares if share)
+
     def samples(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the source and the sequence of each sample from `start` until `stop`."""
         samples: list[tuple[int, int]] = []

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.config import Config
+from lather.config.run_folder import CONFIGURATION
+from lather.config.toml_file import load_run
 from lather.files import read_rows
 from lather.sweep.grid import GridRun, Values
 from lather.sweep.intervals import Mean
@@ -19,7 +21,7 @@ from lather.train.best import has_ended, validations
 
 OTHER_LOSSES = ("data.", "train.sequence_length", "train.validation_sequences", "model.vocab_size")
 """Fields, or beginnings of their names, that change what a validation loss is measured on."""
-OTHER_TOKENS = ("train.steps", "train.batch_size")
+OTHER_TOKENS = ("train.steps", "train.epochs", "train.batch_size")
 """Fields that change the number of tokens that a run trains on."""
 TAIL_BYTES = 4096
 
@@ -48,13 +50,19 @@ def result_of(run_dir: Path, config: Config) -> RunResult | None:
     saved = [step_of(checkpoint) for checkpoint in list_checkpoints(run_dir / "checkpoints")]
     last = [row for row in rows if "validation_loss" in row][-1:]
     found = validations(rows, config.train.patience_on)
-    end = found[-1][0] if has_ended(found, config.train.patience) else config.train.steps
+    end = found[-1][0] if has_ended(found, config.train.patience) else _num_steps(run_dir, config)
     if end not in saved or not last or last[0]["step"] != end:
         return None
     loss = last[0]["validation_loss"]
     if loss is None:
         return RunResult(math.inf, "its last validation loss is not finite")
     return RunResult(float(loss))
+
+
+def _num_steps(run_dir: Path, config: Config) -> int:
+    """Return the steps of a run, which those with `train.epochs` have computed."""
+    is_written = config.train.epochs and (run_dir / CONFIGURATION).exists()
+    return load_run(run_dir).train.steps if is_written else config.train.steps
 
 
 def last_step(run_dir: Path) -> int:

@@ -46,7 +46,7 @@ from lather.train.notices import Notices, describe_run, rates_at
 from lather.train.outcome import RunOutcome, finish, outcome_of
 from lather.train.pace import PaceMeter
 from lather.train.requests import SAME_REQUEST_SECONDS, RunRequests, TimeLimit
-from lather.train.run_dir import RunData, RunDirectory, open_on_all_ranks
+from lather.train.run_dir import RunData, RunDirectory, open_on_all_ranks, with_epochs
 from lather.train.run_record import RunRecord
 from lather.train.step_profile import StepProfile
 from lather.train.validation import Validation
@@ -109,6 +109,8 @@ def _prepared_run(
         weights = find_weights(config) if config.init_from and not is_resumed else None
     weights = broadcast(weights, group)
     data = open_on_all_ranks(start, mesh, display.note, run_dir, weights)
+    start = with_epochs(start, data, mesh, display.note, run_dir)
+    config = start.config
     run = _TrainingRun(config, data, mesh, display, weights)
     if weights is not None:
         for text in notes_on_weights(weights, config):

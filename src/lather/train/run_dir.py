@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ class RunDirectory:
         writable, is in use, holds something else, or if a fixed field of the configuration has
         changed.
         """
-        path = self.path = Path(config.run_dir)
+        path, self._config = Path(config.run_dir), config
+        self.path = path
         self._made_folder, self._is_new = not path.exists(), False
         self._lock = lock_folder(path, f"run_dir = {str(path)!r}", "--run-dir")
         try:
@@ -66,6 +68,11 @@ class RunDirectory:
             self.abandon()
             self.close()
             raise
+
+    def set_steps(self, steps: int) -> None:
+        """Start with this number of steps, that of `train.epochs`. Raises RunError as the
+        construction does."""
+        self.start = start_of(self.path, self._config, steps)
 
     def check_data(self, data: RunData) -> None:
         """Raise RunError if the run has trained on other data sets than the first of these."""
@@ -205,6 +212,29 @@ def open_on_all_ranks(
                 "on a shared file system"
             )
     return data
+
+
+def with_epochs(
+    start: Start,
+    data: RunData,
+    mesh: Mesh,
+    report: Callable[[str], None],
+    run_dir: RunDirectory | None,
+) -> Start:
+    """Return the start with the steps of `train.epochs`, if that is given, the same on all ranks.
+    Only rank 0 has `run_dir`."""
+    loop = start.config.train
+    if not loop.epochs:
+        return start
+    size = data.batches.order.epoch_size
+    steps = loop.batch_sizes.steps_of(math.ceil(round(loop.epochs * size, 6)))
+    passes = "1 epoch" if loop.epochs == 1 else f"{loop.epochs:g} epochs"
+    report(f"{passes} of {size:,} sequences: train.steps = {steps:,}")
+    with errors_on_all_ranks(mesh.control_group):
+        if run_dir is not None:
+            run_dir.set_steps(steps)
+            start = run_dir.start
+    return broadcast(start, mesh.control_group)
 
 
 def data_sets_of(record: dict[str, Any]) -> list[tuple[str, str]]:

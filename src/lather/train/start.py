@@ -80,8 +80,9 @@ class Start:
         return last[0].describe()
 
 
-def start_of(path: Path, config: Config) -> Start:
-    """Return the start of a run of `config` in this directory.
+def start_of(path: Path, config: Config, steps: int | None = None) -> Start:
+    """Return the start of a run of `config` in this directory. `steps`: those of `train.epochs`;
+    None: not known yet, so that a run keeps the steps that it had.
 
     Raises RunError if the directory holds something else, or a run that cannot continue with
     `config`.
@@ -95,11 +96,10 @@ def start_of(path: Path, config: Config) -> Start:
             )
         config = replace(config, data=pinned_data(config.data)).resolved()
         return Start(config, history=History((), values_of(config)))
-    steps = [step_of(checkpoint) for checkpoint in list_checkpoints(path / "checkpoints")]
-    start = _resumed(
-        path, config, max(steps, default=0), subject, "give another --run-dir, or delete it"
-    )
-    if start.history.forked_from and not steps:
+    saved = [step_of(checkpoint) for checkpoint in list_checkpoints(path / "checkpoints")]
+    remedy = "give another --run-dir, or delete it"
+    start = _resumed(path, config, max(saved, default=0), subject, remedy, steps)
+    if start.history.forked_from and not saved:
         raise RunError(
             f"{subject} is a fork of {start.history.forked_from}, but its checkpoints are gone: "
             "restore them, or delete it"
@@ -118,13 +118,18 @@ def config_at(path: Path, step: int) -> tuple[Config, History]:
     return config_from_mapping(merged({}, history.values_at(step))).resolved(), history
 
 
-def _resumed(path: Path, config: Config, step: int, subject: str, remedy: str) -> Start:
+def _resumed(
+    path: Path, config: Config, step: int, subject: str, remedy: str, steps: int | None = None
+) -> Start:
     """Return the start of `config` after `step` steps of the run at `path`. Errors begin with
-    `subject`; `remedy` is for another configuration."""
+    `subject`; `remedy` is for another configuration; `steps` as in `start_of`."""
     try:
         before, history = config_at(path, step)
     except ConfigError as error:
         raise RunError(f"{subject}: {error}; {remedy}") from None
+    if config.train.epochs:
+        steps = before.train.steps if steps is None else steps
+        config = replace(config, train=replace(config.train, steps=steps))
     if config.optim.lr is None:
         config = replace(config, optim=replace(config.optim, lr=before.optim.lr))
     optim = _with_passed_starts(config.optim, before.optim, step)
@@ -136,11 +141,11 @@ def _resumed(path: Path, config: Config, step: int, subject: str, remedy: str) -
     fixed = [key for key in changes if class_of(key, type(config.model)) == "fixed"]
     _refuse_fixed(fixed, changes, subject, remedy)
     if config.train.steps < step:
+        many = "many (train.epochs)" if config.train.epochs else "many"
         raise RunError(
             f"train.steps = {config.train.steps} is not valid: {subject} has done {step} steps: "
-            "give as many or "
-            "more, or continue from an earlier checkpoint in another folder, with --fork-from "
-            "RUN@STEP and --run-dir"
+            f"give as {many} or more, or continue from an earlier checkpoint in another folder, "
+            "with --fork-from RUN@STEP and --run-dir"
         )
     if step and "data.path" in changes:
         _check_added(*changes["data.path"], config, subject)
