@@ -174,8 +174,20 @@ def _quantized(s: ModelSizes) -> Calls:
         yield dequantize, codes, scales, _floats(shape), code
 
 
+def _residual_sum(s: ModelSizes) -> Calls:
+    from lather.kernels.residual_sum.triton import add_terms
+
+    for shared in (s.tokens(s.d), None):
+        yield add_terms, _floats(s.t, s.d), s.tokens(s.d), shared
+
+
 def _rms_norm(s: ModelSizes) -> Calls:
-    from lather.kernels.rms_norm.triton import backward, forward
+    from lather.kernels.rms_norm.triton import (
+        backward,
+        backward_rounded,
+        forward,
+        forward_rounded,
+    )
 
     # the widths of the hidden state, and of a head's query
     for width, copies in (
@@ -189,6 +201,19 @@ def _rms_norm(s: ModelSizes) -> Calls:
         )
         yield forward, x, weight, 1e-6
         yield backward, _floats(s.t * copies, width), x, weight, inverse_rms
+    # the residual stream is in fp32
+    narrow, wide, weight, inverse_rms = (
+        s.tokens(s.d),
+        _floats(s.t, s.d),
+        _floats(s.d),
+        _floats(s.t, 1),
+    )
+    rest = (wide, wide, weight, inverse_rms)
+    for branch, both in ((None, False), (None, True), (narrow, False), (narrow, True)):
+        yield forward_rounded, wide, branch, weight, 1e-6, s.dtype, {"wide": both}
+    yield backward_rounded, [wide], *rest, None
+    for grads in ([narrow], [narrow, wide], [narrow, narrow, wide]):
+        yield backward_rounded, grads, *rest, s.dtype
 
 
 def _rotary(s: ModelSizes) -> Calls:
@@ -305,6 +330,7 @@ CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _narrow_weights,
     _quantized,
     _remainder,
+    _residual_sum,
     _rms_norm,
     _rotary,
     _route,

@@ -37,10 +37,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ("case", "at_most", "gigabytes", "ms"),
     [
         ("the loss: forward and backward", 433, 36.8, 29.3),
-        ("an MoE block of DeepSeek-V2-Lite: forward and backward", 137, 21.0, 15.2),
-        ("an MoE block of DeepSeek-V2-Lite: the same of a later micro-batch", 140, 23.4, 15.2),
-        ("an MoE block of Qwen3-30B-A3B: forward and backward", 122, 21.0, 13.2),
-        ("an MoE block of Qwen3-30B-A3B: the same of a later micro-batch", 126, 23.5, 13.8),
+        ("an MoE block of DeepSeek-V2-Lite: forward and backward", 109, 18.8, 13.2),
+        ("an MoE block of DeepSeek-V2-Lite: the same of a later micro-batch", 112, 21.2, 13.2),
+        ("an MoE block of Qwen3-30B-A3B: forward and backward", 111, 19.9, 12.4),
+        ("an MoE block of Qwen3-30B-A3B: the same of a later micro-batch", 115, 22.4, 12.9),
     ],
 )
 def test_counts_and_predicted_times_do_not_grow_and_nobody_waits(
@@ -76,14 +76,15 @@ def test_a_later_micro_batch_reads_the_sums_of_gradients_and_writes_no_more(
     assert 0 <= later["bytes_written"] - first["bytes_written"] < 1e7
 
 
-@pytest.mark.parametrize(("model", "most"), [("DeepSeek-V2-Lite", 49), ("Qwen3-30B-A3B", 50)])
+@pytest.mark.parametrize(("model", "most"), [("DeepSeek-V2-Lite", 53), ("Qwen3-30B-A3B", 51)])
 def test_context_ranks_launch_their_exchanges_and_wait_for_nothing(
     rows: dict[str, Any], model: str, most: int
 ) -> None:
     """An exchange is packed, sent and unpacked. Gathering, gathering again and the sum of the
     gradients take 14 launches, attention in pieces 35 or 36 more than one kernel for causal
     attention of equally many queries and keys: 3 pieces forward, 6 backward, what merges outputs
-    and what adds up gradients."""
+    and what adds up gradients. The kernel of the first norm does not add the gradient of the
+    residual stream, since that is the other part's, and latents are cast before they travel."""
     alone = rows[f"an MoE block of {model}: forward and backward"]["total"]
     shared = rows[f"an MoE block of {model}, a context rank of 8: forward and backward"]["total"]
     assert shared["host_waits"] == 0

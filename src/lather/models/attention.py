@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lather.kernels.inputs_only import saving_inputs_only
 from lather.models.attention_kernels import Recipe, attend
 from lather.models.gathering_attention import GatheringAttention, Projected, side_by_side
-from lather.models.layers import Linear, RMSNorm, project
+from lather.models.layers import Linear, NormedRows, RMSNorm, project
 from lather.models.rotary import Rotary, Table
 from lather.models.saving.recomputed import NO_RECOMPUTATION, Recomputation
 from lather.models.token_positions import SequenceLayout
@@ -99,7 +99,7 @@ class GroupedQueryAttention(GatheringAttention):
 
     def forward(
         self,
-        x_BSD: Float[Tensor, "b s d"],
+        x_BSD: NormedRows,
         layout: SequenceLayout,
         recomputation: Recomputation = NO_RECOMPUTATION,
     ) -> Float[Tensor, "b s d"]:
@@ -143,7 +143,7 @@ class GroupedQueryAttention(GatheringAttention):
         return self.o_proj(*gated)
 
     def project(
-        self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, recomputation: Recomputation
+        self, x_BSD: NormedRows, layout: SequenceLayout, recomputation: Recomputation
     ) -> Projected:
         """Return the outputs of the projection of queries, or without norms and gates, which keep
         these, the queries; and the keys and values that ranks exchange."""

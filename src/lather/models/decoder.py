@@ -27,13 +27,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
+from lather.kernels.residual_sum import residual_sum
 from lather.models.balance import LoadBalance
 from lather.models.context import Context
 from lather.models.experts import Experts
 from lather.models.family import FamilyConfig
 from lather.models.gathering_attention import GatheringAttention, Projected
 from lather.models.key_value_cache import KeyValueCache
-from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, RMSNorm
+from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, NormedRows, RMSNorm
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.mtp import MultiTokenPrediction, look_ahead
 from lather.models.routing import Router, Routing
@@ -52,6 +53,9 @@ class Attended:
     """None in a dense block."""
     placeholder: Placeholder | None = None
     """Recomputes `normed_TD` from the residual; None if autograd saves it."""
+    shared_TD: Float[Tensor, "t d"] | None = None
+    """`normed_TD` again, for the shared experts, whose gradient is then not added to that of the
+    routed experts before the norm's backward pass; None: they take `normed_TD`."""
 
     def recomputing(self) -> AbstractContextManager[None]:
         """Inside this context, autograd does not save `normed_TD`, but recomputes it in
@@ -92,9 +96,16 @@ class Block(nn.Module):
     def attend_and_route(self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout) -> Attended:
         recomputation = self.recomputation()
         with recomputation.watch():
-            normed_BSD = recomputation.norm(self.input_layernorm, x_BSD)
-            residual_BSD = x_BSD + self.self_attn(normed_BSD, layout, recomputation)
-            return self._route(residual_BSD, layout, recomputation)
+            x_BSD, normed = self._normed_input(x_BSD, layout, recomputation)
+            branch_BSD = self.self_attn(normed, layout, recomputation)
+            return self._route(x_BSD, branch_BSD, layout, recomputation)
+
+    def _normed_input(
+        self, x_BSD: Tensor, layout: SequenceLayout, recomputation: Recomputation
+    ) -> tuple[Tensor, NormedRows]:
+        if layout.cache is not None:  # a layer may change its input
+            return x_BSD, self.input_layernorm(x_BSD)
+        return self.input_layernorm.recomputed(x_BSD, recomputation)
 
     def recomputation(self) -> Recomputation:
         """Return a recomputation for one run of attention."""
@@ -108,8 +119,8 @@ class Block(nn.Module):
         attention = self.self_attn
         assert isinstance(attention, GatheringAttention)
         with recomputation.watch():
-            normed_BSD = recomputation.norm(self.input_layernorm, x_BSD)
-            projected = attention.project(normed_BSD, layout, recomputation)
+            _, normed = self._normed_input(x_BSD, layout, recomputation)
+            projected = attention.project(normed, layout, recomputation)
             return projected, [recomputation.keep(x) for x in projected.shared]
 
     def attend_to_all(
@@ -125,25 +136,52 @@ class Block(nn.Module):
         assert isinstance(attention, GatheringAttention)
         with recomputation.watch():
             given = recomputation.given_again(projected.shared)
-            residual_BSD = x_BSD + attention.attend_to_all(projected, layout, recomputation)
-            return self._route(residual_BSD, layout, recomputation), given
+            branch_BSD = attention.attend_to_all(projected, layout, recomputation)
+            return self._route(x_BSD, branch_BSD, layout, recomputation), given
 
     def _route(
-        self, residual_BSD: Tensor, layout: SequenceLayout, recomputation: Recomputation
+        self,
+        x_BSD: Tensor,
+        branch_BSD: Tensor,
+        layout: SequenceLayout,
+        recomputation: Recomputation,
     ) -> Attended:
-        normed_TD = self._normed(residual_BSD)
-        recomputation.add(
-            (normed_TD,), lambda residual_BSD: (self._normed(residual_BSD),), residual_BSD
-        )
+        residual_BSD, *rows = self._add_and_norm(x_BSD, branch_BSD, recomputation)
+        normed_TD, *shared = rows[:-1] or rows
         routing = None
         if isinstance(self.mlp, MoE):
             gate = self.mlp.gate
             repeats_TK = layout.routing.get(gate)
-            routing = gate(normed_TD, len(residual_BSD), layout.padding, repeats_TK)
-        return Attended(residual_BSD, normed_TD, routing, recomputation.placeholder(normed_TD))
+            routing = gate(rows[-1], len(x_BSD), layout.padding, repeats_TK)
+        placeholder = recomputation.placeholder(normed_TD)
+        return Attended(residual_BSD, normed_TD, routing, placeholder, *shared)
 
-    def _normed(self, residual_BSD: Tensor) -> Tensor:
-        return self.post_attention_layernorm(residual_BSD).flatten(0, 1)
+    def _add_and_norm(
+        self, x_BSD: Tensor, branch_BSD: Tensor, recomputation: Recomputation
+    ) -> list[Tensor]:
+        """Return the residual, and the normed rows (T, D) for the experts, the shared experts and
+        the router, or once for all. Backward recomputes the rows."""
+        norm, moe = self.post_attention_layernorm, isinstance(self.mlp, MoE)
+        dtype = norm.rounds_to(x_BSD) if recomputation.enabled and self.mlp.reads_once else None
+        if dtype is None:
+            residual_BSD = x_BSD + branch_BSD
+
+            def normed(residual_BSD: Tensor) -> tuple[Tensor]:
+                return (norm(residual_BSD).flatten(0, 1),)
+
+            rows = list(normed(residual_BSD))
+            recomputation.add(tuple(rows), normed, residual_BSD)
+            return [residual_BSD, *rows]
+        copies = 2 if isinstance(self.mlp, MoE) and self.mlp.shared_experts is not None else 1
+        residual_BSD, *rows_BSD = norm.added(x_BSD, branch_BSD, dtype, copies=copies, wide=moe)
+        rows = [rows_BSD.flatten(0, 1) for rows_BSD in rows_BSD]
+
+        def again(residual_BSD: Tensor) -> tuple[Tensor, ...]:
+            made = norm.rounded_again(residual_BSD, dtype, wide=moe)
+            return tuple(x_BSD.flatten(0, 1) for x_BSD in made)
+
+        recomputation.add((rows[0], *rows[copies:]), again, residual_BSD)
+        return [residual_BSD, *rows]
 
     def dispatch(self, attended: Attended, exchange: Exchange) -> Dispatched | None:
         """Send tokens to the ranks of their experts; return None in a dense block."""
@@ -171,9 +209,11 @@ class Block(nn.Module):
     def aggregate(
         self, attended: Attended, combined_TD: Float[Tensor, "t d"]
     ) -> Float[Tensor, "b s d"]:
+        shared_TD = None
         if isinstance(self.mlp, MoE) and self.mlp.shared_experts is not None:
-            combined_TD = combined_TD + self.mlp.shared(attended.normed_TD)
-        return attended.residual_BSD + combined_TD.view_as(attended.residual_BSD)
+            rows_TD = attended.normed_TD if attended.shared_TD is None else attended.shared_TD
+            shared_TD = self.mlp.shared(rows_TD)
+        return residual_sum(attended.residual_BSD, combined_TD, shared_TD)
 
     def forward(
         self,

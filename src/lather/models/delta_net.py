@@ -35,7 +35,7 @@ from lather.kernels.gated_delta_rule import (
 )
 from lather.kernels.inputs_only import saving_inputs_only
 from lather.kernels.rms_norm import rms_norm
-from lather.models.layers import Linear, RMSNorm, project
+from lather.models.layers import Linear, NormedRows, RMSNorm, project
 from lather.models.saving.recomputed import NO_RECOMPUTATION, Recomputation
 from lather.models.sequence_slices import SequenceSlices
 from lather.models.token_positions import SequenceLayout
@@ -111,13 +111,14 @@ class GatedDeltaNet(nn.Module):
 
     def forward(
         self,
-        x_BSD: Float[Tensor, "b s d"],
+        x_BSD: NormedRows,
         layout: SequenceLayout,
         recomputation: Recomputation = NO_RECOMPUTATION,
     ) -> Float[Tensor, "b s d"]:
         cache, state = layout.cache, None
         earlier: list[Tensor] = []
         if cache is not None:
+            assert isinstance(x_BSD, Tensor), "rows are rounded only without a cache"
             if layout.padding is not None:  # zeros change neither convolution nor state
                 x_BSD = layout.padding.fill(x_BSD.flatten(0, 1), 0).view_as(x_BSD)
             *earlier, state = cache.state_of(self) or (None,)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lather.models.attention_logits import MeasuredAttention
+from lather.models.layers import NormedRows
 from lather.models.saving.recomputed import Recomputation
 from lather.models.token_positions import SequenceLayout
 from lather.shapes import Float
@@ -33,7 +34,7 @@ class GatheringAttention(MeasuredAttention):
     one by one (`lather.pipeline.attention_segment`)."""
 
     def project(
-        self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, recomputation: Recomputation
+        self, x_BSD: NormedRows, layout: SequenceLayout, recomputation: Recomputation
     ) -> Projected:
         """Run the first part."""
         raise NotImplementedError
@@ -51,7 +52,7 @@ class GatheringAttention(MeasuredAttention):
         return ()
 
     def gather_and_attend(
-        self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, recomputation: Recomputation
+        self, x_BSD: NormedRows, layout: SequenceLayout, recomputation: Recomputation
     ) -> Float[Tensor, "b s d"]:
         """Run the whole layer. Backward gathers again."""
         context = layout.context

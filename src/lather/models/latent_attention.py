@@ -18,7 +18,7 @@ from torch import Tensor
 from lather.models.attention_kernels import Recipe, attend
 from lather.models.gathering_attention import GatheringAttention, Projected, side_by_side
 from lather.models.key_value_cache import KeyValueCache
-from lather.models.layers import Linear, RMSNorm, project
+from lather.models.layers import Linear, NormedRows, RMSNorm, project
 from lather.models.lora import merged
 from lather.models.rotary import Rotary, Table, YarnConfig
 from lather.models.saving.recomputed import NO_RECOMPUTATION, Recomputation
@@ -74,7 +74,7 @@ class MultiHeadLatentAttention(GatheringAttention):
 
     def forward(
         self,
-        x_BSD: Float[Tensor, "b s d"],
+        x_BSD: NormedRows,
         layout: SequenceLayout,
         recomputation: Recomputation = NO_RECOMPUTATION,
     ) -> Float[Tensor, "b s d"]:
@@ -88,14 +88,14 @@ class MultiHeadLatentAttention(GatheringAttention):
                 query_BSx, latent_BSL, k_BSR, layout, layout.cache
             )
         else:
-            kv_BSx = self.kv_b_proj(recomputation.norm(self.kv_a_layernorm, latent_BSL))
+            _, normed = self.kv_a_layernorm.recomputed(latent_BSL, recomputation)
+            (kv_BSx,) = project(normed, self.kv_b_proj)
 
             def keys_and_values(
                 latent_BSL: Tensor, *key_and_tables: Tensor
             ) -> tuple[Tensor, Tensor]:
-                return self.keys_and_values(
-                    self.kv_b_proj(self.kv_a_layernorm(latent_BSL)), *key_and_tables
-                )
+                _, normed = self.kv_a_layernorm.for_products(latent_BSL)
+                return self.keys_and_values(*project(normed, self.kv_b_proj), *key_and_tables)
 
             recipe = Recipe(recomputation, (1, 2), keys_and_values, (latent_BSL, k_BSR, *tables))
             heads = self.heads(query_BSx, kv_BSx, k_BSR, *tables)
@@ -105,7 +105,7 @@ class MultiHeadLatentAttention(GatheringAttention):
         return self.o_proj(side_by_side(attended_BSHU, recomputation))
 
     def _projections(
-        self, x_BSD: Tensor, recomputation: Recomputation
+        self, x_BSD: NormedRows, recomputation: Recomputation
     ) -> tuple[Float[Tensor, "b s x"], Float[Tensor, "b s l"], Float[Tensor, "b s r"]]:
         """Return the outputs of the projections: queries, latents before their norm, and the key
         that all heads share, before its rotation."""
@@ -115,12 +115,13 @@ class MultiHeadLatentAttention(GatheringAttention):
             self.kv_a_proj_with_mqa,
         )
         if self.q_lora_rank is not None:
-            query_BSx = self.q_b_proj(recomputation.norm(self.q_a_layernorm, query_BSx))
+            _, normed = self.q_a_layernorm.recomputed(query_BSx, recomputation)
+            (query_BSx,) = project(normed, self.q_b_proj)
         latent_BSL, k_BSR = latent_and_key.split((self.kv_lora_rank, self.rotary.size), dim=-1)
         return query_BSx, latent_BSL, k_BSR
 
     def project(
-        self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, recomputation: Recomputation
+        self, x_BSD: NormedRows, layout: SequenceLayout, recomputation: Recomputation
     ) -> Projected:
         """Return queries, and the latents and shared keys that ranks exchange: L + R elements a
         token."""

@@ -30,7 +30,13 @@ from torch.autograd.function import once_differentiable
 from lather.boxes import gradient_dtype
 from lather.device import is_gpu, no_autocast
 from lather.kernels.backend import wide_product
-from lather.kernels.rms_norm import rms_norm
+from lather.kernels.rms_norm import (
+    RoundedRows,
+    add_rms_norm,
+    rms_norm,
+    round_rms_norm,
+    rounded_again,
+)
 from lather.kernels.swiglu import SWIGLU, gate_backward, gate_forward, swiglu
 from lather.models.lora import Adapter, merged
 from lather.models.saving.recomputed import NO_RECOMPUTATION, Recomputation
@@ -46,6 +52,9 @@ from lather.shapes import Float
 MEMORY_MODES = ("saved", "recompute", "reference")
 """Tensors that a feed-forward layer saves for backward: its input and gate/up; only its input;
 everything that plain autograd saves."""
+
+NormedRows = Float[Tensor, "*batch d"] | RoundedRows
+"""Rows behind a norm, for one call of `project`."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -97,12 +106,69 @@ class RMSNorm(nn.Module):
         return torch.full_like(p, 0.0 if self.zero_centered else 1.0, device="cpu")
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        y = rms_norm(x, self._factor(), self.eps)
+        return y.to(torch.promote_types(x.dtype, self.weight.dtype)) if self.zero_centered else y
+
+    def _factor(self) -> Tensor:
+        """Return what multiplies the normalized rows."""
         if not self.zero_centered:
-            return rms_norm(x, self.weight, self.eps)
+            return self.weight
         # in bf16, 1 + weight would lose most of the weight
-        wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        y = rms_norm(x, 1 + wide, self.eps)
-        return y.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+
+    def rounds_to(self, x: Tensor) -> torch.dtype | None:
+        """Return the dtype of products, if the output for x should be written in it: under
+        autocast, where products would round it. None: the norm is compiled, or its output is not
+        wider than the products."""
+        dtype = compute_dtype(x)
+        is_compiled = self._compiled_call_impl is not None or torch.compiler.is_compiling()
+        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        return dtype if wide == torch.float32 and dtype.itemsize < 4 and not is_compiled else None
+
+    def for_products(
+        self, x: Float[Tensor, "*batch d"]
+    ) -> tuple[Float[Tensor, "*batch d"], NormedRows]:
+        """Return x, and the output for one call of `project`, in the dtype of products if it should
+        be (`rounds_to`). What follows should use the returned x (`round_rms_norm`)."""
+        dtype = self.rounds_to(x)
+        if dtype is None:
+            return x, self(x)
+        return round_rms_norm(x, self._factor(), self.eps, dtype)
+
+    def recomputed(
+        self, x: Float[Tensor, "*batch d"], recomputation: Recomputation
+    ) -> tuple[Float[Tensor, "*batch d"], NormedRows]:
+        """Return `for_products(x)`, with rows that backward recomputes from x; if autograd saves
+        everything, the output as it is."""
+        if not recomputation.enabled:
+            return x, self(x)
+        x, rows = self.for_products(x)
+        if isinstance(rows, RoundedRows):
+            again = partial(self.rounded_again, dtype=rows.values.dtype)
+            recomputation.add((rows.values,), again, x)
+        else:
+            recomputation.add((rows,), lambda x: (self(x),), x)
+        return x, rows
+
+    def added(
+        self,
+        x: Float[Tensor, "*batch d"],
+        branch: Float[Tensor, "*batch d"],
+        dtype: torch.dtype,
+        *,
+        copies: int,
+        wide: bool,
+    ) -> tuple[Float[Tensor, "*batch d"], ...]:
+        """See `add_rms_norm`."""
+        factor = self._factor()
+        return add_rms_norm(x, branch, factor, self.eps, dtype, copies=copies, wide=wide)
+
+    def rounded_again(
+        self, x: Float[Tensor, "*batch d"], dtype: torch.dtype, *, wide: bool = False
+    ) -> tuple[Float[Tensor, "*batch d"], ...]:
+        """Return what the norm made of x, for backward: rounded, and if `wide` not rounded, too."""
+        y, y_wide = rounded_again(x, self._factor(), self.eps, dtype, wide=wide)
+        return (y,) if y_wide is None else (y, y_wide)
 
 
 class Linear(Deferrable, Rounding, nn.Linear):
@@ -127,7 +193,7 @@ class Linear(Deferrable, Rounding, nn.Linear):
 
 
 def project(
-    x: Float[Tensor, "*batch i"],
+    x: NormedRows,
     *layers: nn.Module,
     recomputation: Recomputation = NO_RECOMPUTATION,
 ) -> tuple[Float[Tensor, "..."], ...]:
@@ -141,6 +207,7 @@ def project(
         layer for layer in layers if isinstance(layer, Linear) and layer.memory != "reference"
     ]
     if len(linears) != len(layers):
+        x = x.widened() if isinstance(x, RoundedRows) else x
         return tuple(layer(x) for layer in layers)
     products = [
         Product(layer.weight, layer.bias, layer.weight_gradients, layer.rounded_weights)
@@ -152,10 +219,12 @@ def project(
         if layer.lora
     ]
     with_a = [replace(product, weight=adapter.A, bias=None) for _, adapter, product in adapters]
-    outputs = list(multiply(x, compute_dtype(x), *products, *with_a))
-    narrow, dtype = tuple(outputs[len(linears) :]), compute_dtype(x)
+    values = x.values if isinstance(x, RoundedRows) else x
+    dtype = compute_dtype(values)
+    outputs = list(multiply(x, dtype, *products, *with_a))
+    narrow = tuple(outputs[len(linears) :])
     if narrow:
-        recomputation.add(narrow, lambda x: multiply(x, dtype, *with_a), x)
+        recomputation.add(narrow, lambda x: multiply(x, dtype, *with_a), values)
     for (index, adapter, product), x_Tr in zip(adapters, narrow, strict=True):
         (added,) = multiply(
             x_Tr, compute_dtype(x_Tr), replace(product, weight=adapter.B, bias=None)
@@ -175,27 +244,32 @@ class Product:
 
 
 def multiply(
-    x: Float[Tensor, "*batch i"], dtype: torch.dtype, *products: Product
+    x: NormedRows, dtype: torch.dtype, *products: Product
 ) -> tuple[Float[Tensor, "..."], ...]:
     """Return x W^T + b in this dtype for each of the products. x is saved once for all, and not
     rounded."""
     parameters = [parameter for product in products for parameter in (product.weight, product.bias)]
+    values, x = (x.values, x.stand_in) if isinstance(x, RoundedRows) else (None, x)
     with no_autocast(x):
-        return _Linears.apply(x, dtype, products, *parameters)  # type: ignore[no-untyped-call]
+        return _Linears.apply(x, values, dtype, products, *parameters)  # type: ignore[no-untyped-call]
 
 
 class _Linears(torch.autograd.Function):
-    """`parameters`: for each layer its weight, and its bias or None."""
+    """`values`: x, if the argument of this name only stands for it in autograd (`RoundedRows`).
+    `parameters`: for each layer its weight, and its bias or None."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        values: Tensor | None,
         dtype: torch.dtype,
         products: tuple[Product, ...],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
+        ctx.grad_dtype = x.dtype
+        x = x if values is None else values
         narrow = x.to(dtype)
         # x itself, which a block can recompute (`Recomputation`), not its rounded copy
         ctx.save_for_backward(x, *weights)
@@ -220,7 +294,7 @@ class _Linears(torch.autograd.Function):
             product.cache.in_backward(product.weight, weight)
             for product, weight in zip(ctx.products, saved, strict=True)
         ]
-        needs_x, _, _, *needs = ctx.needs_input_grad
+        needs_x, _, _, _, *needs = ctx.needs_input_grad
         # a deferred gradient holds it
         narrow = x.detach() if x.dtype.itemsize <= ctx.dtype.itemsize else x.detach().to(ctx.dtype)
         x_TI = narrow.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -235,7 +309,7 @@ class _Linears(torch.autograd.Function):
             grad_TO = grad.reshape(len(x_TI), len(weight_OI))
             if needs_x:
                 narrow_OI = product.cache.round(weight_OI, ctx.dtype)
-                grad_x_TI = add_product(grad_x_TI, grad_TO, narrow_OI, x.dtype)
+                grad_x_TI = add_product(grad_x_TI, grad_TO, narrow_OI, ctx.grad_dtype)
             of_weight = Accumulable(weight_product, grad_TO, x_TI, gradient_dtype(product.weight))
             of_bias = partial(
                 torch.sum,
@@ -251,7 +325,8 @@ class _Linears(torch.autograd.Function):
                 if needs_bias and product.bias is not None
                 else None
             )
-        return None if grad_x_TI is None else grad_x_TI.view(x.shape), None, None, *returned
+        grad_x = None if grad_x_TI is None else grad_x_TI.view(x.shape)
+        return grad_x, None, None, None, *returned
 
 
 def weight_product(
@@ -378,6 +453,12 @@ class GatedMLP(Deferrable, Rounding, nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
         self.memory = "saved"
+
+    @property
+    def reads_once(self) -> bool:
+        """Whether the input has one gradient, in its own dtype; adapters add others, for which it
+        has to be wider."""
+        return all(layer.lora is None for layer in (self.gate_proj, self.up_proj, self.down_proj))
 
     def forward(
         self, x: Float[Tensor, "*batch d"], weight_T: Float[Tensor, " t"] | None = None

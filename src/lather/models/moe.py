@@ -124,6 +124,13 @@ class MoE(nn.Module):
         )
         self.keep_little()
 
+    @property
+    def reads_once(self) -> bool:
+        """As in `GatedMLP`, of the shared experts; routed experts read their rows once."""
+        if self.shared_experts is None:
+            return True
+        return self.shared_expert_gate is None and self.shared_experts.reads_once
+
     def keep_little(self) -> None:
         """Have the shared experts save only their input, which a block recomputes from its
         residual. Recomputing gate/up takes two products in addition to their nine."""

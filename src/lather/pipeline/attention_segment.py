@@ -35,8 +35,8 @@ from lather.pipeline.tape import Cut, Outputs
 
 class AttentionSegment:
     """Runs the segment of a block, whole or in two parts. Its differentiable outputs are the
-    residual, the normed rows and, in an MoE block, the router's weights and losses. A second run
-    routes as the first did."""
+    residual, the normed rows (twice, if the shared experts have them for themselves) and, in an MoE
+    block, the router's weights and losses. A second run routes as the first did."""
 
     def __init__(self, block: Block, layout: SequenceLayout) -> None:
         self.block, self.layout = block, layout
@@ -48,6 +48,7 @@ class AttentionSegment:
         self._placeholder: Placeholder | None = None
         self._recomputation: Recomputation | None = None
         self._num_own = 0
+        self._has_shared_rows = False
 
     @property
     def is_split(self) -> bool:
@@ -106,10 +107,11 @@ class AttentionSegment:
 
     def attended(self, outputs: Outputs) -> Attended:
         """Return the results of the first run from its detached outputs."""
-        residual_BSD, normed_TD, *of_router = outputs
+        residual_BSD, normed_TD, *rest = outputs
+        shared_TD = rest.pop(0) if self._has_shared_rows else None
         routing = None
         if self._decision is not None:
-            weights_TK, balance_loss, *z_loss = of_router
+            weights_TK, balance_loss, *z_loss = rest
             routing = replace(
                 self._decision,
                 weights_TK=weights_TK,
@@ -121,19 +123,19 @@ class AttentionSegment:
                 routing, weights_TK=weights_TK.new_empty(()).expand_as(weights_TK)
             )
         placeholder, self._placeholder = self._placeholder, None
-        return Attended(residual_BSD, normed_TD, routing, placeholder)
+        return Attended(residual_BSD, normed_TD, routing, placeholder, shared_TD)
 
     def _outputs(self, attended: Attended) -> Outputs:
         self._placeholder = attended.placeholder
+        rows: Outputs = (attended.normed_TD,)
+        self._has_shared_rows = attended.shared_TD is not None
+        if attended.shared_TD is not None:
+            rows = (*rows, attended.shared_TD)
         if attended.routing is None:
-            return attended.residual_BSD, attended.normed_TD
+            return attended.residual_BSD, *rows
         self._decision = self._decision or attended.routing
-        return (
-            attended.residual_BSD,
-            attended.normed_TD,
-            attended.routing.weights_TK,
-            *attended.routing.losses,
-        )
+        routing = attended.routing
+        return attended.residual_BSD, *rows, routing.weights_TK, *routing.losses
 
 
 class SplitCut:

@@ -64,6 +64,8 @@ class BlockTape:
     shared: Cut | None = None
     losses: Outputs = ()
     """Losses of the router, detached; none in a dense block."""
+    shared_rows: bool = False
+    """Whether the shared experts have the normed rows for themselves (`Attended.shared_TD`)."""
     handle: Any = None
     """The handle of the dispatched tokens, which are in the cuts (`Dispatched.handle`)."""
 

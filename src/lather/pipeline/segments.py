@@ -37,6 +37,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from lather.kernels.residual_sum import residual_sum
 from lather.models.decoder import Attended, Block
 from lather.models.moe import LOCAL_EXCHANGE, Exchange, MoE
 from lather.models.saving.rounded_weights import RoundedWeights
@@ -225,14 +226,15 @@ class Segments(SegmentRunner):
         )
         self._was_read(attended, tape, experts, shared)
         traveling_back = self.exchange.start_combine(partial_RD, dispatched.handle)
-        block_tape = BlockTape(attend, experts, shared, routing.losses, dispatched.handle)
+        shared_rows = attended.shared_TD is not None
+        block_tape = BlockTape(
+            attend, experts, shared, routing.losses, shared_rows, dispatched.handle
+        )
         del attended, normed_TD, routing, planning, dispatched, compute
         yield
         sum_TD = traveling_back.wait()
         self.frees.release(partial_RD, sum_TD, held=tape.held)
-        return self._aggregate(
-            residual_BSD, sum_TD.to(residual_BSD.dtype), shared_TD, tape
-        ), block_tape
+        return self._aggregate(residual_BSD, sum_TD, shared_TD, tape), block_tape
 
     def _backward_block(
         self, tape: BlockTape, grad_BSD: Tensor, batch: MicroBatch, *, defer: bool
@@ -257,6 +259,8 @@ class Segments(SegmentRunner):
     ) -> Steps[list[Tensor | None]]:
         """Run an MoE block backward to the outputs of segment 1; return their gradients."""
         grad_TD = grad_BSD.flatten(0, 1)  # the gradient of each term of a sum is that of the sum
+        if self.autocast is not None and tape.shared_rows:
+            grad_TD = grad_TD.to(self.autocast)  # once for both, as their outputs are
         traveling = self.exchange.start_combine_backward(
             self._cast_for_exchange(grad_TD), tape.handle
         )
@@ -280,10 +284,12 @@ class Segments(SegmentRunner):
             WeightGradients.run(entries)
         yield
         grad_normed_TD, grad_weights_TK = traveling_back.wait()
+        of_losses = router_loss_gradients(tape.losses, batch)
+        if tape.shared_rows:
+            return [grad_BSD, grad_normed_TD, grad_shared_TD, grad_weights_TK, *of_losses]
         # may be changed in place: nothing else uses it, and its dtype is wide enough
         if grad_shared_TD is not None:
             grad_normed_TD = grad_shared_TD.add_(grad_normed_TD)
-        of_losses = router_loss_gradients(tape.losses, batch)
         return [grad_BSD, grad_normed_TD, grad_weights_TK, *of_losses]
 
     def _attend(
@@ -365,8 +371,7 @@ class Segments(SegmentRunner):
         self, residual_BSD: Tensor, sum_TD: Tensor, shared_TD: Tensor | None, tape: ChunkTape
     ) -> Tensor:
         """Run segment 5: sums, whose backward pass needs no graph."""
-        total_TD = sum_TD if shared_TD is None else sum_TD + shared_TD
-        out_BSD = residual_BSD + total_TD.view_as(residual_BSD)
-        for term in (sum_TD, total_TD) if shared_TD is None else (sum_TD, shared_TD, total_TD):
+        out_BSD = residual_sum(residual_BSD, sum_TD, shared_TD)
+        for term in (sum_TD,) if shared_TD is None else (sum_TD, shared_TD):
             self.frees.release(term, out_BSD, held=tape.held)
         return out_BSD

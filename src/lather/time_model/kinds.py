@@ -205,6 +205,7 @@ TRITON: dict[str, str] = {
     "combine": "rows moved",
     "swiglu": "gates",
     "rms_norm": "norms, rotary, routes",
+    "residual_sum": "elementwise",
     "rotary": "norms, rotary, routes",
     "route": "norms, rotary, routes",
     "cross_entropy": "loss kernels",

@@ -6,10 +6,16 @@ rows.
 Autograd keeps x, the weight and an fp32 number per row, 1 / rms. On a GPU, forward and backward
 each read and write a row once; the gradient of the weight is summed in two passes in a fixed order,
 without atomics.
+
+`add_rms_norm` and `round_rms_norm` write y in the dtype of the products that read it, so that
+nobody casts it. Gradients of y stay in fp32: each reader has a copy of y in autograd, or a tensor
+that stands for y there in fp32 (`RoundedRows`), and the backward kernel adds the gradients of all
+copies, and the gradient of the residual stream, in the pass that it makes anyway.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +43,138 @@ def rms_norm(
     return _RMSNormFunction.apply(x, weight, eps)  # type: ignore[no-untyped-call]
 
 
+@dataclass(frozen=True)
+class RoundedRows:
+    """The output of a norm in the dtype of products, which takes its gradient in fp32."""
+
+    values: Tensor
+    """The rows, which autograd does not follow."""
+    stand_in: Tensor
+    """Stands for the rows in autograd: of their shape, without memory of its own, and without
+    meaningful values."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the rows have in autograd."""
+        return self.stand_in.dtype
+
+    def widened(self) -> Tensor:
+        """Return the rows as a tensor of autograd, in the dtype of their gradient."""
+        return _Widened.apply(self.stand_in, self.values)  # type: ignore[no-untyped-call]
+
+
+class _Widened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, values: Tensor) -> Tensor:
+        return values.to(stand_in.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def round_rms_norm(
+    x: Float[Tensor, "*rows d"], weight: Float[Tensor, " d"], eps: float, dtype: torch.dtype
+) -> tuple[Float[Tensor, "*rows d"], RoundedRows]:
+    """Return x, and `rms_norm(x, weight, eps)` rounded to this dtype. If what follows uses the
+    returned x in place of x, backward adds the gradients of both in one pass. Errors as of
+    `rms_norm`."""
+    validate(x, weight)
+    x, values, stand_in = _RoundedFunction.apply(x, None, weight, eps, dtype, 0, False)  # type: ignore[no-untyped-call]
+    return x, RoundedRows(values, stand_in)
+
+
+def add_rms_norm(
+    x: Float[Tensor, "*rows d"],
+    branch: Float[Tensor, "*rows d"],
+    weight: Float[Tensor, " d"],
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    copies: int,
+    wide: bool,
+) -> tuple[Float[Tensor, "*rows d"], ...]:
+    """Return the sum t of x and the branch, in the dtype of x; `rms_norm(t, weight, eps)` rounded
+    to this dtype, once for each of its readers; and the same not rounded, if `wide`.
+
+    The `copies` share memory, but each takes the gradient of its reader, in this dtype, and
+    backward adds them in fp32. At most two. Errors as of `rms_norm`, and ValueError unless the
+    branch has the shape of x."""
+    validate(x, weight, branch)
+    return _RoundedFunction.apply(x, branch, weight, eps, dtype, copies, wide)  # type: ignore[no-untyped-call]
+
+
+def rounded_again(
+    x: Float[Tensor, "*rows d"],
+    weight: Float[Tensor, " d"],
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    wide: bool,
+) -> tuple[Float[Tensor, "*rows d"], Float[Tensor, "*rows d"] | None]:
+    """Return `rms_norm(x, weight, eps)` rounded to this dtype, and not rounded if `wide`, without
+    autograd."""
+    _, y, y_wide, _ = _rounded_forward(x, None, weight, eps, dtype, wide=wide)
+    return y, y_wide
+
+
+class _RoundedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor | None,
+        weight_D: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        copies: int,
+        wide: bool,
+    ) -> tuple[Tensor, ...]:
+        total, y, y_wide, inverse_rms = _rounded_forward(x, branch, weight_D, eps, dtype, wide=wide)
+        ctx.save_for_backward(total, weight_D, inverse_rms)
+        ctx.branch_dtype = None if branch is None else branch.dtype
+        ctx.set_materialize_grads(False)
+        if not copies:
+            ctx.mark_non_differentiable(y)
+            return total, y, inverse_rms.expand(total.shape)
+        rows = [y, *(y.detach() for _ in range(copies - 1))]
+        return (total, *rows) if y_wide is None else (total, *rows, y_wide)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_total: Tensor | None, *of_rows: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        grads = [grad for grad in of_rows if grad is not None]
+        total, weight_D, inverse_rms = ctx.saved_tensors
+        dtype, rest = ctx.branch_dtype, (None,) * 4
+        if not grads:
+            of_branch = None if dtype is None or grad_total is None else grad_total.to(dtype)
+            return grad_total, of_branch, None, *rest
+        operation = fastest(
+            reference.backward_rounded, total, weight_D, in_reference=_in_reference(weight_D)
+        )
+        grad_x, of_branch, grad_weight_D = operation(
+            grads, grad_total, total, weight_D, inverse_rms, dtype
+        )
+        return grad_x, of_branch, grad_weight_D, *rest
+
+
+def _rounded_forward(
+    x: Tensor,
+    branch: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    wide: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    operation = fastest(
+        reference.forward_rounded, x, weight_D, in_reference=_in_reference(weight_D)
+    )
+    return operation(x, branch, weight_D, eps, dtype, wide=wide)
+
+
 class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -60,7 +198,7 @@ def _in_reference(weight_D: Tensor) -> bool:
     return torch.compiler.is_compiling() or len(weight_D) > WIDEST
 
 
-def validate(x: Tensor, weight_D: Tensor) -> None:
+def validate(x: Tensor, weight_D: Tensor, branch: Tensor | None = None) -> None:
     """Raise ValueError for shapes that do not match, TypeError for a dtype that is not floating
     point."""
     if not x.is_floating_point():
@@ -69,4 +207,8 @@ def validate(x: Tensor, weight_D: Tensor) -> None:
         raise ValueError(
             f"weight has shape {tuple(weight_D.shape)} with x {tuple(x.shape)}: has to be one "
             "number for each column of x"
+        )
+    if branch is not None and branch.shape != x.shape:
+        raise ValueError(
+            f"branch has shape {tuple(branch.shape)} with x {tuple(x.shape)}: has to be equal"
         )

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lather.torch_private import Hooks, saved_tensors_hooks_in_force
@@ -112,12 +112,6 @@ class Recomputation:
     def _register(self, tensors: tuple[Tensor, ...], group: _Group) -> None:
         for number, x in enumerate(tensors):
             self._placeholders[_key(x)] = Placeholder(group, number)
-
-    def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """Return `norm(x)`, and register it to be recomputed from x."""
-        y: Tensor = norm(x)
-        self.add((y,), lambda x: (norm(x),), x)
-        return y
 
     def placeholder(self, x: Tensor) -> Placeholder | None:
         """Return the placeholder of x, for other graphs that use x; None if x is not registered.

@@ -1,0 +1,119 @@
+"""Norms that write rows in the dtype of products, with the residual stream added in the same pass:
+the bits of norms in fp32 whose output each product rounds, in one graph and in segments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from lather.kernels import rms_norm
+from lather.models.adapted import add_adapters
+from lather.models.decoder import Decoder
+from lather.models.layers import RMSNorm
+from lather.models.lora import LoraConfig
+from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.pipeline.segment_runner import RECOMPUTABLE
+from lather.pipeline.segments import Segments
+from lather.pipeline.tape import Frees
+from pipeline.test_segments import gradients, micro_batch, model_of, plain_step, segments_step
+
+BF16 = torch.bfloat16
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("deepseek_v2", {}),
+    ("deepseek_v2", {"q_lora_rank": 8}),
+    ("qwen3_moe", {}),
+    ("gpt_oss", {}),
+    ("qwen2_moe", {}),  # the gate of the shared experts reads their rows, too
+    ("qwen3_next", {}),
+]
+
+
+@pytest.fixture
+def _plain_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RMSNorm, "rounds_to", lambda *_: None)
+
+
+def results(model: Decoder, *, in_segments: bool, **options: Any) -> dict[str, torch.Tensor]:
+    queue = WeightGradients()
+    defer_weight_gradients(model, queue)
+    if in_segments:
+        segments = Segments(weight_gradients=queue, autocast=BF16, **options)
+        loss, _, _ = segments_step(model, segments, micro_batch(), defer=True)
+        queue.run(queue.take())
+    else:
+        loss, _ = plain_step(model, micro_batch(), BF16)
+    return {"loss": loss, **gradients(model)}
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"in_segments": False},
+        {"in_segments": True},
+        {"in_segments": True, "recompute": RECOMPUTABLE},
+        {"in_segments": True, "frees": Frees(poison=True)},
+    ],
+    ids=["one graph", "segments", "recomputed", "poisoned"],
+)
+def test_they_have_the_bits_of_plain_norms(
+    family: str, changes: dict[str, Any], options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    actual = results(model_of(family, **changes), **options)
+    request.getfixturevalue("_plain_norms")
+    expected = results(model_of(family, **changes), **options)
+    assert actual.keys() == expected.keys()
+    assert [name for name, x in actual.items() if not x.equal(expected[name])] == []
+
+
+@pytest.mark.parametrize("targets", [("attention",), ("experts", "shared_experts", "dense")])
+def test_adapters_add_their_gradients_as_before(
+    targets: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    def trained() -> dict[str, torch.Tensor]:
+        model = model_of("deepseek_v2")
+        add_adapters(model, LoraConfig(rank=2, targets=targets))
+        generator = torch.Generator().manual_seed(1)
+        for name, p in model.named_parameters():
+            if name.endswith((".A", ".B")):
+                p.data.normal_(std=0.1, generator=generator)
+        return results(model, in_segments=True)
+
+    actual = trained()
+    request.getfixturevalue("_plain_norms")
+    expected = trained()
+    assert [name for name, x in actual.items() if not x.equal(expected[name])] == []
+
+
+def test_under_autocast_both_norms_of_a_block_and_a_latents_write_rounded_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The latent is normalized once more in backward, for keys and values."""
+    calls: list[str] = []
+    for name in ("round_rms_norm", "add_rms_norm"):
+
+        def counted(*args: Any, name: str = name, **options: Any) -> Any:
+            calls.append(name)
+            return getattr(rms_norm, name)(*args, **options)
+
+        monkeypatch.setattr(f"lather.models.layers.{name}", counted)
+    model = model_of("deepseek_v2")
+    plain_step(model, micro_batch(), BF16)
+    assert Counter(calls) == {
+        "round_rms_norm": 3 * len(model.layers),
+        "add_rms_norm": len(model.layers),
+    }
+
+
+def test_fp32_and_fp64_keep_plain_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("rounded without autocast")
+
+    for name in ("added", "rounded_again"):
+        monkeypatch.setattr(RMSNorm, name, fail)
+    monkeypatch.setattr("lather.models.layers.round_rms_norm", fail)
+    for dtype in (torch.float32, torch.float64, BF16):
+        plain_step(model_of("deepseek_v2").to(dtype), micro_batch())
