@@ -22,7 +22,7 @@ from lather.config.config import Config
 from lather.data.batches import Batch
 from lather.engine.engine import Engine
 from lather.parallel.expert_exchange import ExpertExchange
-from lather.parallel.launch.start import launch
+from lather.parallel.launch.start import GroupOptions, launch
 from lather.parallel.launch.world import World
 from lather.parallel.mesh import Mesh
 from lather.pipeline.segments import Segments
@@ -38,8 +38,12 @@ PLACES: dict[str, tuple[type, str]] = {
     "save": (CheckpointWriter, "write_file"),
     "save beside": (CheckpointWriter, "write_file"),
     "kill in save": (CheckpointWriter, "write_file"),
+    "stuck": (Segments, "_attend"),
+    "paused": (Segments, "_attend"),
 }
 """The function in which rank 1 fails, for each place."""
+WAIT = 20.0
+"""Seconds that ranks wait for one that is stuck."""
 SAVES = ("save", "save beside", "kill in save")
 """Places in the save of step 3; the second is written while step 4 runs."""
 
@@ -62,7 +66,10 @@ def config_of(folder: Path, place: str) -> Config:
         EVERY_STEP,
         {
             "optim": {"name": NAMES.get(place, "adamw")},
-            "parallel": {"ep": 2} if place in ("exchange", "shape") else {"pp": 2},
+            "parallel": {
+                **({"ep": 2} if place in ("exchange", "shape") else {"pp": 2}),
+                **({"timeout": WAIT} if place in ("stuck", "paused") else {}),
+            },
             "checkpoint": {"asynchronous": place == "save beside"},
         },
     )
@@ -101,6 +108,10 @@ def _fail_in_step(number: int, folder: Path, place: str) -> None:
 
     def fail() -> None:
         (folder / "failed").write_text(str(time.time()))
+        if place == "stuck":
+            time.sleep(1000)
+        if place == "paused":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if place in ("raise", "save", "save beside"):
             raise ArithmeticError("rank one has lost count")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -120,6 +131,7 @@ def _fail_in_step(number: int, folder: Path, place: str) -> None:
 
 if __name__ == "__main__":
     folder, place, nproc = sys.argv[1:]
-    status = launch(fault_workers.work, (folder, place), int(nproc))
+    timeout = WAIT if place in ("stuck", "paused") else 600.0
+    status = launch(fault_workers.work, (folder, place), int(nproc), GroupOptions(timeout=timeout))
     (Path(folder) / "ended").write_text(str(time.time()))
     sys.exit(status)

@@ -184,3 +184,32 @@ def test_what_can_be_put_right_keeps_its_line() -> None:
         "/a/file",
     )
     assert Failure.of(1, OSError(2, "No such file", "/a/file")).kind == "error"
+
+
+TIMED_OUT = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms")
+
+
+def test_after_a_timeout_the_rank_that_does_not_wait_is_the_cause(job: Ended) -> None:
+    job.ranks[0].fail(TIMED_OUT)
+    for rank in job.ranks[1:]:
+        assert rank.hear() == {"where": True}
+    job.ranks[1].say(place={"text": "step 3, a.py, line 4, in run", "waits": True})
+    job.ranks[2].say(place={"text": "step 3, b.py, line 7, in read", "waits": False})
+    cause = job.cause()
+    assert (cause.rank, cause.kind) == (2, "stuck")
+    assert cause.describe().startswith(
+        "lather: stopped: rank 2 is in step 3, b.py, line 7, in read,"
+    )
+
+
+def test_if_all_ranks_wait_the_first_that_gave_up_is_the_cause(job: Ended) -> None:
+    job.ranks[1].fail(TIMED_OUT)
+    for rank in (job.ranks[0], job.ranks[2]):
+        rank.say(place={"text": "step 3", "waits": True})
+    assert (job.cause().rank, job.cause().kind) == (1, "connection")
+
+
+def test_a_rank_that_does_not_answer_is_the_cause(job: Ended) -> None:
+    job.ranks[1].fail(TIMED_OUT)
+    job.ranks[0].say(place={"text": "step 3", "waits": True})
+    assert "rank 2 does not answer" in job.cause().describe()

@@ -6,8 +6,10 @@ listens on a thread of its own, so a rank that is blocked in a collective, where
 signal handler, still receives the end of the job and exits. There are no heartbeats, so a slow rank
 is never taken for dead; keep-alive probes, which the kernel answers, detect a lost machine.
 
-Messages are JSON objects, one per line: a rank sends `hello`, `failed` and `done` (its result); the
-hub sends `request` (a signal) and `end`. When one rank fails, the others soon fail too,
+Messages are JSON objects, one per line: a rank sends `hello`, `failed`, `done` (its result) and
+`place` (where its main thread is); the hub sends `request` (a signal), `where` and `end`. After the
+first operation that timed out the hub asks all ranks where they are, to name those that the others
+have waited for. When one rank fails, the others soon fail too,
 because their connections to it break. So the hub waits for a moment, and then reports as the cause
 the first failure that is not such a consequence.
 """
@@ -32,6 +34,7 @@ import torch.distributed as dist
 from lather.errors import UserError
 from lather.files import NO_SPACE
 from lather.parallel.launch.requests import Requests
+from lather.parallel.launch.whereabouts import Whereabouts, whereabouts
 
 SETTLE_SECONDS = 0.5
 """Time that the hub waits after the first failure for another one that may be its cause."""
@@ -59,9 +62,10 @@ class Failure:
 
     rank: int
     """-1 if the process had not yet reported its rank."""
-    kind: Literal["user", "space", "error", "died", "connection"]
+    kind: Literal["user", "space", "error", "died", "stuck", "connection"]
     """user: a UserError. space: a full disk. error: any other exception. died: no exception was
-    reported. connection: a consequence of another rank's end."""
+    reported. stuck: other ranks waited for it in vain. connection: a consequence of another rank's
+    end."""
     text: str
     """The message of the UserError or of the disk's error, or the traceback."""
     when: float
@@ -99,6 +103,11 @@ class Failure:
                 f"lather: stopped: {who} {self.text}; the same command "
                 "resumes the run from its last checkpoint"
             )
+        if self.kind == "stuck":
+            return (
+                f"lather: stopped: {self.text}, and the others have waited for it longer than "
+                "parallel.timeout; the same command resumes the run from its last checkpoint"
+            )
         return f"lather: stopped: {who} failed:\n{self.text.rstrip()}"
 
 
@@ -123,6 +132,7 @@ class _JsonSocket:
         self.pid = 0
         self.is_done = False
         self._rest = b""
+        self._sending = threading.Lock()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}.items():
             if hasattr(socket, name):
@@ -130,7 +140,7 @@ class _JsonSocket:
 
     def send(self, **message: object) -> None:
         """Send a message, unless the connection is closed."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._sending:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, object]] | None:
@@ -176,6 +186,8 @@ class Hub:
         self._lines: list[_JsonSocket] = []
         self._known: set[int] = set()
         """Processes that are or were connected, or whose death was noticed."""
+        self._places: dict[int, Whereabouts] | None = None
+        """The places of ranks, once they were asked for."""
         self._requests: dict[int, None] = {}
         """Signals that were passed on, each once, in order."""
         self._num_done = 0
@@ -261,11 +273,37 @@ class Hub:
                 case {"failed": dict(failed)}:
                     self.failures.append(Failure(**failed))
                     line.is_done = True
+                    self._ask_for_places(self.failures[-1])
+                case {"place": dict(place)} if self._places is not None:
+                    self._places[line.rank] = Whereabouts(**place)
                 case {"done": int(result)}:
                     line.is_done = True
                     self.result = result if line.rank == 0 else self.result
                     self._num_done += 1
         return messages is not None
+
+    def _ask_for_places(self, failure: Failure) -> None:
+        """Ask all ranks where they are after a failure that is a timeout."""
+        if self._places is None and "timed out" in failure.text.lower():
+            self._places = {}
+            for line in self._lines:
+                line.send(where=True)
+
+    def _named(self, cause: Failure) -> Failure:
+        """Return the cause; in place of a rank that waited in vain, those that it waited for."""
+        if cause.kind != "connection" or self._places is None:
+            return cause
+        failed = {failure.rank for failure in self.failures}
+        ranks = sorted(line.rank for line in self._lines if line.rank not in failed)
+        stuck = {
+            rank: "does not answer" if place is None else f"is in {place.text}"
+            for rank in ranks
+            if (place := self._places.get(rank)) is None or not place.waits
+        }
+        if not stuck:
+            return cause
+        texts = [f"rank {rank} {text}" for rank, text in stuck.items()]
+        return Failure(min(stuck), "stuck", "; ".join(texts), cause.when)
 
     def _lost(self, line: _JsonSocket) -> None:
         with self._lock:
@@ -282,7 +320,7 @@ class Hub:
                 self.failures.append(Failure(-1, "died", text, time.time()))
 
     def _end(self, cause: Failure) -> None:
-        self.cause = cause
+        self.cause = cause = self._named(cause)
         # rank 0 last: the hub may be in it
         for line in sorted(self._lines, key=lambda line: -line.rank):
             line.send(end=asdict(cause))
@@ -326,6 +364,8 @@ class Lifeline:
                 match message:
                     case {"request": int(number)}:
                         self._requests.add(number)
+                    case {"where": True}:
+                        self._line.send(place=asdict(whereabouts()))
                     case {"end": dict(failure)}:
                         self._on_end(Failure(**failure))
         if not self._line.is_done:
