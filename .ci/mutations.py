@@ -501,6 +501,13 @@ MUTATIONS = (
         "return count_E",
         "distributed/test_context.py",
     ),
+    Mutation(
+        "layerwise: padding goes to an expert that was read",
+        "models/streamed.py",
+        "places_RK.masked_fill(experts_RK < 0, -1)",
+        "places_RK",
+        "models/test_streamed.py",
+    ),
 )
 
 
