@@ -82,7 +82,7 @@ def unknown_options(line: Line, options: Sequence[CommandOption]) -> list[tuple[
             if inside:
                 unknown[written] = f"it is a section: give its fields, such as {inside[0]}"
             elif (positive := name_of_option(written)) in maybe:
-                unknown[written] = f"give {by_name[positive]} False"
+                unknown[written] = f"give {by_name[positive]} false"
             else:
                 unknown[written] = suggestion(name, by_name, by_name.__getitem__)
     return list(unknown.items())

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from lather.config.rule_fields import check_ranges
+from lather.config.step_ranges import StepRanges
 from lather.errors import require
-from lather.optim.options import Count, NonNegative, Range, at_least
+from lather.optim.options import Count, NonNegative, at_least
 
 Number = Annotated[int, at_least(0)]
 
@@ -38,33 +38,14 @@ class CheckpointConfig:
         require(fits, "checkpoint.keep_every", self.keep_every, constraint)
 
 
-SPAN = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
-
-
-def span_of(steps: str) -> tuple[int, int] | None:
-    """Return the first and the last step of `FIRST:LAST` or of a single step; None if it is
-    neither."""
-    match = SPAN.fullmatch(steps)
-    if match is None:
-        return None
-    first, last = int(match[1]), int(match[2] or match[1])
-    return (first, last) if first <= last else None
-
-
 @dataclass(frozen=True)
 class ProfileConfig:
     """A profile of some training steps: where their time goes, by torch's profiler."""
 
-    steps: Annotated[
-        str,
-        Range(
-            "FIRST:LAST, such as 10:13, or one step, or left out",
-            lambda steps: not steps or span_of(steps),
-        ),
-    ] = ""
-    """Steps to profile, FIRST:LAST, both included, or one step. A trace for each rank, and a
-    picture of where the time went, are written to the run's folder profile. The profiler makes
-    these steps longer. Empty: none."""
+    steps: StepRanges = ""
+    """Steps to profile, such as 10:13, both included; each range is a profile. A trace for each
+    rank, and a picture of where the time went, are written to the run's folder profile. The
+    profiler makes these steps longer. Empty: none."""
     memory: bool = False
     """On a GPU also record every allocation in these steps, and write a snapshot for each rank.
     Without effect on a CPU."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from lather.config.config import Config
-from lather.config.records import span_of
+from lather.config.step_ranges import step_ranges
 from lather.device import gpu_module, is_gpu
 from lather.files import optional_file, reason, replaced, write_json
 from lather.lines import fit
@@ -43,18 +43,19 @@ class StepProfile:
     def __init__(self, config: Config, mesh: Mesh, note: Callable[[str], None], step: int) -> None:
         """`step`: number of completed steps."""
         self.mesh, self.note, self.folder = mesh, note, Path(config.run_dir) / FOLDER
-        self.first, self.last = span_of(config.profile.steps) or (0, 0)
+        self.ranges = step_ranges(config.profile.steps)
         self.records_memory = config.profile.memory and is_gpu(mesh.device)
         self._profiler: profile | None = None
         self._done: list[int] = []
-        """Profiled steps."""
-        if 0 < self.last <= step:
+        """Steps of the profile that has begun."""
+        if self.ranges and max(steps[-1] for steps in self.ranges) <= step:
             note(f"no profile: profile.steps is {config.profile.steps}, and {step} steps are done")
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Enclose a step, and profile it if it is one of `profile.steps`."""
-        if not self.first <= number <= self.last:
+        around = next((steps for steps in self.ranges if number in steps), None)
+        if around is None:
             yield
             return
         if self._profiler is None:
@@ -68,15 +69,15 @@ class StepProfile:
             self._stop()
             raise
         self._done.append(number)
-        if number == self.last:
+        if number == around[-1]:
             self.finish()
 
     def finish(self) -> None:
         """Write the profile, unless that is done already or none has begun."""
         if self._profiler is None:
             return
-        profiler = self._profiler
-        folder = self.folder / f"steps-{self._done[0]}-{self._done[-1]}"
+        profiler, done, self._done = self._profiler, self._done, []
+        folder = self.folder / f"steps-{done[0]}-{done[-1]}"
         trace = folder / f"rank-{self.mesh.rank}.json.gz"
         times, why = None, ""
         try:
