@@ -1,4 +1,4 @@
-"""What docs/your-trainer.md says of torch.optim.Muon and ours on a mesh."""
+"""Check what docs/your-trainer.md says of torch.optim.Muon and ours on a mesh."""
 
 from __future__ import annotations
 

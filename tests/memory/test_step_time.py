@@ -71,7 +71,7 @@ def test_the_host_of_a_gpu_runs_ahead_of_it(planned: MemoryPlan) -> None:
 
 
 def test_offloaded_state_travels_once(planned: MemoryPlan) -> None:
-    """Its copies are operations, too, whose time does not count a second time."""
+    """Copies are operations, too, whose time does not count a second time."""
     present = planned.config
     plans = [
         plan(replace(present, optim=replace(present.optim, offload=offload)), 1, Assumed())

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lather.data.batches import Batch
 from lather.engine.engine import Engine
 from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import Action, Kind
+from lather.storages import tensors_in
+from lather.torch_private import TorchDispatchMode
 
 UNSEEN = ("empty", "new_empty", "resize_", "set_", "detach", "alias", "_local_scalar_dense")
 """Beginnings of the names of operations whose results are not looked at."""
@@ -52,13 +52,13 @@ class _Watch(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = str(func).removeprefix("aten.")
-        inputs = [x for x in tree_leaves((args, kwargs)) if _is_readable(x)]
+        inputs = [x for x in tensors_in((args, kwargs)) if _is_readable(x)]
         if self.nan or not inputs or name.startswith((*UNSEEN, "c10d")):
             return func(*args, **(kwargs or {}))
         had_nan = any(_has_nan(x) for x in inputs)
         had_inf = had_nan or any(_has_inf(x) for x in inputs)
         results = func(*args, **(kwargs or {}))
-        outputs = [x for x in tree_leaves(results) if _is_readable(x)]
+        outputs = [x for x in tensors_in(results) if _is_readable(x)]
         if any(_has_nan(x) for x in outputs):
             text = f"{name} in {self.place}"
             if not had_nan:
@@ -116,8 +116,8 @@ def _naming_places(model: nn.Module, watch: _Watch) -> Iterator[None]:
 
     def after(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, output: object) -> None:
-            for x in tree_leaves(output):
-                if isinstance(x, Tensor) and x.grad_fn is not None and x.grad_fn not in seen:
+            for x in tensors_in(output):
+                if x.grad_fn is not None and x.grad_fn not in seen:
                     seen[x.grad_fn] = None  # inner modules come first
                     x.register_hook(lambda _: set_place(f"the backward pass of {name}"))
 
