@@ -69,6 +69,6 @@ def test_what_follows_help() -> None:
         assert take_help(read_line(f"--x 1 {line}".split())) == (read_line(["--x", "1"]), topic)
     with pytest.raises(
         UserError,
-        match=r"^--help lr: there is no such section: use one of model, .*, profile, or all$",
+        match=r"^--help lr: there is no such section: use one of model, .*, profile, .*or all$",
     ):
         take_help(read_line(["--help", "lr"]))
