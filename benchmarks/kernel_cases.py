@@ -242,13 +242,20 @@ def _rotary(s: ModelSizes) -> Calls:
 
 
 def _route(s: ModelSizes) -> Calls:
-    from lather.kernels.route.triton import check_range, plan_route
+    from lather.kernels.route.triton import (
+        check_range,
+        plan_route,
+        rows_from_slots,
+        slots_from_rows,
+    )
 
     experts_TK = _integers(s.t, s.k)
     yield plan_route, experts_TK, s.e, 1
     yield plan_route, experts_TK, s.e, 8
     yield plan_route, experts_TK, s.e // 8, 8, s.t * s.k // 8
     yield check_range, experts_TK, -1, s.e, "experts_TK"
+    yield rows_from_slots, _floats(s.t, s.k), experts_TK, s.g
+    yield slots_from_rows, _floats(s.g), experts_TK
 
 
 def _remainder(s: ModelSizes) -> Calls:

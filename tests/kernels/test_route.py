@@ -157,3 +157,36 @@ def test_room_for_the_pairs_that_have_an_expert_here(
     assert len(token) >= 1
     assert (row == -1).all()
     assert not count.any()
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_values_move_between_slots_and_rows(
+    implementation: ModuleType, case: str, dtype: torch.dtype
+) -> None:
+    _, _, num_experts, alignment, _ = CASES[case]
+    route = plan_route(experts(case), num_experts, alignment)
+    generator = torch.Generator().manual_seed(1)
+    value_TK = torch.randn(route.row_TK.shape, generator=generator).to(dtype)
+    value_TK.flatten()[:2] = torch.tensor([torch.nan, torch.inf], dtype=dtype)[: value_TK.numel()]
+    num_rows = len(route.token_G)
+    expected_G, expected_TK = torch.zeros(num_rows, dtype=dtype), torch.zeros_like(value_TK)
+    for token, rows in enumerate(route.row_TK.tolist()):
+        for slot, row in enumerate(rows):
+            if row >= 0:
+                expected_G[row] = expected_TK[token, slot] = value_TK[token, slot]
+    value_G = implementation.rows_from_slots(value_TK, route.row_TK, num_rows)
+    back_TK = implementation.slots_from_rows(value_G, route.row_TK)
+    for actual, expected in ((value_G, expected_G), (back_TK, expected_TK)):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@INTERPRETER
+def test_values_of_slots_that_are_no_block_in_memory() -> None:
+    value_KT, row_KT = torch.rand(3, 7), torch.randperm(21).view(3, 7)
+    for module in (triton, reference):
+        value_G = module.rows_from_slots(value_KT.t(), row_KT.t(), 21)
+        assert value_G[row_KT].equal(value_KT)
+        wide_G = value_G.repeat_interleave(2)[::2]
+        assert module.slots_from_rows(wide_G, row_KT.t()).equal(value_KT.t())

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from lather.boxes import gradient_dtype
 from lather.device import Read, no_autocast, positions
 from lather.kernels.combine import combine_forward
-from lather.kernels.route import Route, plan_route
+from lather.kernels.route import Route, plan_route, rows_from_slots, slots_from_rows
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
 from lather.models.grouped_products import (
     grouped_sum,
@@ -238,7 +238,7 @@ class _RoutedExperts(torch.autograd.Function):
         of_down: list[Tensor | None] = [None] * 4
 
         grad_GD = rows_of(grad_RD, token_G)
-        weight_G = _weight_of_row(weights_RK, row_RK, len(token_G))
+        weight_G = rows_from_slots(weights_RK, row_RK, len(token_G))
         grad_h_GF = down.transposed(grad_GD)
         grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, call.gate, weight_G)
         assert dot_G is not None
@@ -252,7 +252,7 @@ class _RoutedExperts(torch.autograd.Function):
         if down.bias_EO is not None:
             dot_G = dot_G + (grad_GD * down.bias_of_rows(grad_GD)).sum(-1, dtype=dot_G.dtype)
         of_down[1] = gradient(5, partial(_down_bias_gradient, grad_RD, weight_G, token_G, end_E))
-        grad_weights_RK = _rows_to_slots(dot_G, row_RK).to(weights_RK.dtype)
+        grad_weights_RK = slots_from_rows(dot_G, row_RK).to(weights_RK.dtype)
         del grad_GD
 
         product = partial(_product, ctx.parameters[0], end_E)
@@ -294,17 +294,3 @@ def _down_bias_gradient(
     return grouped_sum(
         rows_of(grad_RD, token_G).mul_(weight_G.to(grad_RD.dtype).unsqueeze(-1)), end_E
     )
-
-
-def _weight_of_row(weights_RK: Tensor, row_RK: Tensor, g: int) -> Tensor:
-    """Return the router's weight of each of the G rows; 0 for padding."""
-    place_RK = torch.where(row_RK < 0, g, row_RK).flatten()
-    return weights_RK.new_zeros(g + 1).index_copy_(0, place_RK, weights_RK.flatten())[:g]
-
-
-def _rows_to_slots(value_G: Tensor, row_TK: Tensor) -> Tensor:
-    """Return the value of the row of each (token, slot); 0 where there is no row."""
-    if not len(value_G):
-        return value_G.new_zeros(row_TK.shape)
-    picked = value_G.index_select(0, row_TK.clamp(min=0).flatten()).view(row_TK.shape)
-    return picked.masked_fill(row_TK < 0, 0)

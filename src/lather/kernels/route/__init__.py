@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lather.kernels.backend import run
 from lather.kernels.route import reference
-from lather.shapes import Int
+from lather.shapes import Float, Int
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,22 @@ def plan_route(
     """
     validate(experts_TK, num_experts, alignment, num_pairs)
     return Route(*run(reference.plan_route, experts_TK, num_experts, alignment, num_pairs))
+
+
+def rows_from_slots(
+    value_TK: Float[Tensor, "t k"], row_TK: Int[Tensor, "t k"], num_rows: int
+) -> Float[Tensor, " g"]:
+    """Return for each of the G rows the value of its (token, slot); 0 for rows without one. Without
+    autograd."""
+    return run(reference.rows_from_slots, value_TK, row_TK, num_rows)
+
+
+def slots_from_rows(
+    value_G: Float[Tensor, " g"], row_TK: Int[Tensor, "t k"]
+) -> Float[Tensor, "t k"]:
+    """Return for each (token, slot) the value of its row; 0 where there is no row. Without
+    autograd."""
+    return run(reference.slots_from_rows, value_G, row_TK)
 
 
 def validate(

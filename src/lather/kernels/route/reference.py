@@ -69,3 +69,16 @@ def check_range(index: Tensor, low: int, high: int, name: str) -> None:
     if smallest < low or largest >= high:
         wrong = smallest if smallest < low else largest
         raise ValueError(f"{name} holds {wrong}: every entry has to be in [{low}, {high})")
+
+
+def rows_from_slots(value_TK: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
+    place_TK = torch.where(row_TK < 0, num_rows, row_TK).flatten()
+    value_G = value_TK.new_zeros(num_rows + 1)
+    return value_G.index_copy_(0, place_TK, value_TK.flatten())[:num_rows]
+
+
+def slots_from_rows(value_G: Tensor, row_TK: Tensor) -> Tensor:
+    if not len(value_G):
+        return value_G.new_zeros(row_TK.shape)
+    picked = value_G.index_select(0, row_TK.clamp(min=0).flatten()).view(row_TK.shape)
+    return picked.masked_fill(row_TK < 0, 0)

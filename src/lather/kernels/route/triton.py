@@ -10,13 +10,16 @@ not wait for the device.
    writes the two permutations
 
 The rank of a pair within its block is the number of earlier pairs with the same expert: BLOCK_N^2
-comparisons, which are less work than a sort at this size and keep (token, slot) order. Letters: N =
+comparisons, which are less work than a sort at this size and keep (token, slot) order. Values move
+between rows and slots in a kernel for each direction. Letters: N =
 T * K pairs, E experts, P blocks of pairs.
 """
 
 # ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -92,6 +95,42 @@ def check_range(index: Tensor, low: int, high: int, name: str) -> None:
         NAME=name,
         BLOCK=1024,
     )
+
+
+def rows_from_slots(value_TK: Tensor, row_TK: Tensor, num_rows: int) -> Tensor:
+    value_G = value_TK.new_zeros(num_rows)
+    _move(_rows_kernel, value_TK.contiguous(), value_G, row_TK)
+    return value_G
+
+
+def slots_from_rows(value_G: Tensor, row_TK: Tensor) -> Tensor:
+    value_TK = value_G.new_empty(row_TK.shape)
+    _move(_slots_kernel, value_G.contiguous(), value_TK, row_TK)
+    return value_TK
+
+
+def _move(kernel: Any, source: Tensor, target: Tensor, row_TK: Tensor) -> None:
+    num_pairs = row_TK.numel()
+    grid = (triton.cdiv(num_pairs, BLOCK_P),)
+    launch(kernel, grid, source, target, row_TK.contiguous(), num_pairs, BLOCK=BLOCK_P)
+
+
+@triton.jit
+def _rows_kernel(slot_value_ptr, row_value_ptr, row_ptr, num_pairs, BLOCK: tl.constexpr):
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < num_pairs
+    row = tl.load(row_ptr + pair, mask=inside, other=-1)
+    value = tl.load(slot_value_ptr + pair, mask=inside, other=0.0)
+    tl.store(row_value_ptr + row, value, mask=row >= 0)
+
+
+@triton.jit
+def _slots_kernel(row_value_ptr, slot_value_ptr, row_ptr, num_pairs, BLOCK: tl.constexpr):
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < num_pairs
+    row = tl.load(row_ptr + pair, mask=inside, other=-1)
+    value = tl.load(row_value_ptr + row, mask=row >= 0, other=0.0)
+    tl.store(slot_value_ptr + pair, value, mask=inside)
 
 
 @triton.jit
