@@ -35,8 +35,8 @@ RENAMED = {
     r"experts\.(gate|down)_proj$": r"experts.\1_proj.weight",
     r"experts\.\d+\.": "experts.",
 }
-"""What the converter does to names before it looks them up: it stacks experts, and divides gate and
-up projections."""
+"""Changes of names that the converter makes before it looks them up: it stacks experts, and divides
+gate and up projections."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
