@@ -22,7 +22,6 @@ from lather.config.toml_file import config_to_toml, load_config
 from lather.errors import ConfigError
 from lather.memory import advice as advice_module
 from lather.memory.advice import (
-    BUS,
     MOST_SETTINGS,
     Advice,
     Changes,
@@ -32,6 +31,7 @@ from lather.memory.advice import (
     changed,
 )
 from lather.memory.plan import plan
+from lather.memory.step_time import BUS
 from lather.memory.work import MICRO_BATCHES, REFRESH, REST, Work, sent_bytes
 from lather.memory.workers import Assumed
 from lather.models.families import build_model
