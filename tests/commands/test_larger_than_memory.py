@@ -30,15 +30,15 @@ LIMIT = 100 * 2**20
 SIZES = {
     "vocab_size": 400,
     "hidden_size": 256,
-    "num_hidden_layers": 17,
+    "num_hidden_layers": 34,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 256,
 }
 MODELS = {
-    "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 500},
-    "qwen3": {"hidden_size": 512, "intermediate_size": 4000, "tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 250},
+    "qwen3": {"hidden_size": 512, "intermediate_size": 1900, "tie_word_embeddings": True},
 }
 CHILD = """
 import re, resource, sys
@@ -116,7 +116,7 @@ def test_evaluation_of_a_model_of_four_times_the_limit(
     run: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The results are the same to the last bit."""
-    words = ["eval", run, data, "--json", "--max-sequences", 6, "--batch-size", 2]
+    words = ["eval", run, data, "--json", "--max-sequences", 4, "--batch-size", 2]
     done = limited(*words)
     assert done.returncode == 0, done.stderr
     assert "a block's are read when it runs" in done.stderr
