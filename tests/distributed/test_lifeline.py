@@ -205,11 +205,13 @@ def test_after_a_timeout_the_rank_that_does_not_wait_is_the_cause(job: Ended) ->
 def test_if_all_ranks_wait_the_first_that_gave_up_is_the_cause(job: Ended) -> None:
     job.ranks[1].fail(TIMED_OUT)
     for rank in (job.ranks[0], job.ranks[2]):
+        assert rank.hear() == {"where": True}
         rank.say(place={"text": "step 3", "waits": True})
     assert (job.cause().rank, job.cause().kind) == (1, "connection")
 
 
 def test_a_rank_that_does_not_answer_is_the_cause(job: Ended) -> None:
     job.ranks[1].fail(TIMED_OUT)
+    assert job.ranks[0].hear() == {"where": True}
     job.ranks[0].say(place={"text": "step 3", "waits": True})
     assert "rank 2 does not answer" in job.cause().describe()

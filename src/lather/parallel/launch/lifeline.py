@@ -39,8 +39,8 @@ from lather.parallel.launch.whereabouts import Whereabouts, whereabouts
 SETTLE_SECONDS = 0.5
 """Time that the hub waits after the first failure for another one that may be its cause."""
 UNWIND_SECONDS = 3.0
-"""Time that it waits after a UserError instead. Usually every rank raises the error, and needs time
-to remove what it has started."""
+"""Time that it waits instead after a UserError, as usually every rank raises the error, and needs
+time to remove what it has started; and for the answers of ranks that were asked where they are."""
 TICK_SECONDS = 0.1
 CONSEQUENCES = (
     "Connection closed by peer",
@@ -251,8 +251,14 @@ class Hub:
             self._since = time.monotonic()
             return False
         are_users = all(failure.kind == "user" for failure in self.failures)
-        patience = UNWIND_SECONDS if are_users else SETTLE_SECONDS
+        patience = UNWIND_SECONDS if are_users or self._is_asking() else SETTLE_SECONDS
         return len(self.failures) >= self._num_ranks or time.monotonic() > self._since + patience
+
+    def _is_asking(self) -> bool:
+        """Return whether ranks that have not failed were asked for their places, and one has not
+        answered yet."""
+        known = {failure.rank for failure in self.failures} | {*(self._places or ())}
+        return self._places is not None and any(line.rank not in known for line in self._lines)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         line = _JsonSocket(self._listener.accept()[0])
@@ -260,6 +266,8 @@ class Hub:
             self._lines.append(line)
             for number in self._requests:
                 line.send(request=number)
+        if self._places is not None:
+            line.send(where=True)
         selector.register(line.socket, selectors.EVENT_READ, line)
 
     def _hear(self, line: _JsonSocket) -> bool:
@@ -294,7 +302,7 @@ class Hub:
         if cause.kind != "connection" or self._places is None:
             return cause
         failed = {failure.rank for failure in self.failures}
-        ranks = sorted(line.rank for line in self._lines if line.rank not in failed)
+        ranks = sorted(line.rank for line in self._lines if line.rank not in {*failed, -1})
         stuck = {
             rank: "does not answer" if place is None else f"is in {place.text}"
             for rank in ranks
