@@ -18,6 +18,8 @@ TIME_FIELDS = (
     "step_seconds",
     "optimizer_seconds",
     "tokens_per_second",
+    "seconds_left",
+    "mfu",
     "peak_memory_bytes",
 )
 """Fields of metrics.jsonl that differ between two runs of the same configuration."""

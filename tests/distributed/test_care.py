@@ -25,6 +25,12 @@ pytestmark = pytest.mark.timeout(300)
 
 STEPS, POISONED, LEFT_OUT = 25, 22, 4
 MESHES: dict[str, dict[str, Any]] = {"pp2": {"pp": 2}, "ep2": {"ep": 2}}
+GOING_BACK: dict[str, dict[str, Any]] = {
+    "goes back": {"spikes": "roll_back"},
+    "left out": {"skip_steps": f"{LEFT_OUT} 21:{POISONED}"},
+}
+"""Options of two runs that are the same: the last checkpoint before the spike is that of step
+20."""
 
 
 def config_of(folder: Path, run_dir: str, parallel: dict[str, Any]) -> Config:
@@ -58,6 +64,10 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, list[int]]:
         steps[name] = [start(config_of(folder, name, parallel)).step]
         stopped = config_of(folder, f"{name} stopped", parallel)
         steps[name] += [start(stopped, after).step for after in (2, 19, 2, 0)]
+    parallel = MESHES["pp2"]
+    for name, changes in GOING_BACK.items():
+        config = config_of(folder, name, parallel)
+        start(replace(config, train=replace(config.train, **changes)))
     return steps
 
 
@@ -104,6 +114,9 @@ def test_ranks_skip_the_same_steps_and_resume_to_the_same_bits(tmp_path: Path) -
         assert skipped == {LEFT_OUT: "left out by train.skip_steps", POISONED: "a spike"}
         (suspect,) = [row for row in rows if "suspect" in row]
         assert len(suspect["sequences"]) == 4, "those of all ranks"
+    back, left_out = (tmp_path / name for name in GOING_BACK)
+    assert timeless_rows(back) == timeless_rows(left_out)
+    assert last_weights(back) == last_weights(left_out)
     for name in MESHES:
         stopped = tmp_path / f"{name} stopped"
         assert timeless_rows(stopped) == timeless_rows(tmp_path / name)

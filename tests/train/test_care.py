@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lather.config.config import Config
-from lather.config.step_ranges import step_ranges
+from lather.config.step_ranges import step_ranges, with_range
 from lather.engine.step_reading import StepResult
 from lather.errors import ConfigError
 from lather.files import read_rows
@@ -219,3 +219,46 @@ def test_rows_restore_the_last_steps() -> None:
         rows.append({"step": step, "validation_loss": 2.0})
     watch = SpikeWatch(8.0, 50)
     assert watch.values_of(json.loads(json.dumps(rows))) == values[-50:]
+
+
+def test_a_run_goes_back_to_the_checkpoint_before_a_spike(
+    watching: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is then that which leaves out the steps since the checkpoint, also if it ends
+    between them."""
+    config = watching("run", spikes="roll_back", max_skipped_steps=1)
+    train(config, PlainDisplay(1))
+    out = capsys.readouterr().out
+    assert f"step {POISONED} was skipped: its loss of" in out
+    assert f"the run goes back to step 25, and leaves out steps 26 to {POISONED}" in out
+    left_out = watching("left out", spikes="roll_back", skip_steps=f"26:{POISONED}")
+    train(left_out, PlainDisplay(1))
+    assert last_weights(Path(left_out.run_dir)) == last_weights(Path(config.run_dir))
+    assert timeless_rows(Path(left_out.run_dir)) == timeless_rows(Path(config.run_dir))
+
+    stopped = watching("stopped", spikes="roll_back")
+    for after in (22, POISONED - 21, STEPS):
+        train(stopped, PlainDisplay(1), stopping(after))
+    assert last_weights(Path(stopped.run_dir)) == last_weights(Path(config.run_dir))
+
+
+def test_spikes_before_the_next_checkpoint_end_a_run_that_goes_back(
+    watching: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = SpikeWatch.judge
+    late = {"late": "every step from 22 on"}
+
+    def judged(watch: SpikeWatch, result: StepResult) -> str:
+        judge(watch, result)
+        return late["late"] if len(watch._losses) > 21 else ""
+
+    monkeypatch.setattr(SpikeWatch, "judge", judged)
+    config = watching("run", spikes="roll_back", max_skipped_steps=3)
+    with pytest.raises(DivergedError, match="gone back to step 25 3 times"):
+        train(config, PlainDisplay(100))
+
+
+def test_a_range_takes_the_place_of_those_within_it() -> None:
+    assert with_range("", 3, 5) == "3:5"
+    assert with_range("1 3:4 9", 3, 5) == "1 9 3:5"
+    assert with_range("2:4", 3, 5) == "2:4 3:5"

@@ -77,9 +77,10 @@ class LoopConfig:
     skip_steps: StepRanges = ""
     """Steps to leave out, such as "120:140 300": 120 to 140, both included, and 300. They compute
     and change nothing; all other steps keep their numbers, batches and learning rates."""
-    spikes: Literal["off", "note", "skip"] = "off"
+    spikes: Literal["off", "note", "skip", "roll_back"] = "off"
     """Treatment of a step whose loss or gradient norm is a spike. note: take it, and name the
-    documents that it read. skip: also change nothing in it. off: do not look for spikes."""
+    documents that it read. skip: change nothing in it instead. roll_back: go back to the newest
+    checkpoint, and leave out all batches since then. off: do not look for spikes."""
     spike_deviations: Positive = 8.0
     """Deviations above the median of the last steps from which on a loss, or the logarithm of a
     gradient norm, is a spike; a deviation is 1.4826 times the median absolute deviation."""

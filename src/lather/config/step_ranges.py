@@ -23,6 +23,18 @@ def step_ranges(text: str) -> list[range]:
     return ranges
 
 
+def with_range(text: str, first: int, last: int) -> str:
+    """Return the text of these steps and of `first` to `last`, which take the place of ranges
+    within them."""
+    kept = [
+        part
+        for part in text.split()
+        for steps in step_ranges(part)
+        if not first <= steps[0] <= steps[-1] <= last
+    ]
+    return " ".join([*kept, f"{first}:{last}"])
+
+
 def _is_valid(text: object) -> bool:
     try:
         return isinstance(text, str) and step_ranges(text) is not None

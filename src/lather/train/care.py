@@ -37,6 +37,8 @@ class Care:
         self._left_out = step_ranges(config.train.skip_steps)
         self._tokenizer = Path(config.run_dir) / "tokenizer.json"
         self._action = config.train.spikes
+        self.must_roll_back = False
+        """Whether the last step was a spike after which the run goes back to a checkpoint."""
         self._watch: SpikeWatch | None = None
         self._spike, self._finds_nan = "", config.debug.nan
         if self._action != "off":
@@ -60,7 +62,8 @@ class Care:
     def is_spike(self, result: StepResult) -> bool:
         """Judge a step with a finite loss and norm; return whether it is to change nothing."""
         self._spike = "" if self._watch is None else self._watch.judge(result)
-        return bool(self._spike) and self._action == "skip"
+        self.must_roll_back = bool(self._spike) and self._action == "roll_back"
+        return bool(self._spike) and self._action in ("skip", "roll_back")
 
     def report(
         self, result: StepResult, progress: Progress, find_origin: Callable[[], list[str]]
@@ -79,7 +82,9 @@ class Care:
         sequences: list[SuspectSequence] = []
         with contextlib.suppress(DataError, OSError):
             sequences += self._sequences(progress.step)
-        self._note(f"step {progress.step} was {action}: {why}; it read {named(sequences)}")
+        where = "" if self.must_roll_back else " (metrics.jsonl has their beginnings)"
+        read = f"it read {named(sequences)}{where}"
+        self._note(f"step {progress.step} was {action}: {why}; {read}")
         row: SuspectRow = {
             "step": progress.step,
             "seconds": progress.seconds,
@@ -120,4 +125,4 @@ def named(sequences: list[SuspectSequence]) -> str:
     more = len(documents) - MOST_NAMED
     if more > 0:
         parts.append(f"{more} more")
-    return f"{' and '.join(parts) or 'documents'} (metrics.jsonl has their beginnings)"
+    return " and ".join(parts) or "documents"

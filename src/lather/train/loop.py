@@ -8,6 +8,7 @@ and continues from there.
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from dataclasses import replace
 from functools import partial
@@ -46,6 +47,7 @@ from lather.train.notices import Notices, describe_run, rates_at
 from lather.train.outcome import RunOutcome, finish, outcome_of
 from lather.train.pace import PaceMeter
 from lather.train.requests import SAME_REQUEST_SECONDS, RunRequests, TimeLimit
+from lather.train.roll_back import RolledBack, went_back_in_vain
 from lather.train.run_dir import RunData, RunDirectory, open_on_all_ranks, with_epochs
 from lather.train.run_record import RunRecord
 from lather.train.step_profile import StepProfile
@@ -69,7 +71,8 @@ def train(
     requests: RunRequests | None = None,
     mesh: Mesh | None = None,
 ) -> RunOutcome:
-    """Run `config` to its end, resuming the run that its directory holds.
+    """Run `config` to its end, resuming the run that its directory holds, also after a spike with
+    `train.spikes = "roll_back"`.
 
     On a mesh every rank calls this; rank 0 writes and displays, and all ranks obey the requests to
     any rank. Without a mesh: one process.
@@ -80,6 +83,21 @@ def train(
         OSError: a checkpoint cannot be written; or the metrics cannot, and a checkpoint was saved.
     """
     mesh = mesh or Mesh.single(pick_device(config.train.device))
+    requests = requests or RunRequests()
+    rolled_back = RolledBack(config.train.skip_steps)
+    while True:
+        loop = replace(config.train, skip_steps=rolled_back.skip_steps)
+        ended = _launch(replace(config, train=loop), display, requests, mesh, rolled_back)
+        if isinstance(ended, RunOutcome):
+            return ended
+        rolled_back = ended
+        gc.collect()  # the model and the optimizer, before they are built again
+
+
+def _launch(
+    config: Config, display: Display, requests: RunRequests, mesh: Mesh, rolled_back: RolledBack
+) -> RunOutcome | RolledBack:
+    """Run `config` until it ends or has to go back to a checkpoint."""
     run_dir: RunDirectory | None = None
     with contextlib.ExitStack() as cleanup:
         with errors_on_all_ranks(mesh.control_group):
@@ -92,7 +110,7 @@ def train(
                 run_dir.abandon()
             raise
         with deterministic(run.config.train.deterministic):
-            return run.train(requests or RunRequests())
+            return run.train(requests, rolled_back)
 
 
 def _prepared_run(
@@ -199,7 +217,7 @@ class _TrainingRun:
     def _keep_best(self) -> None:
         self.saver.retention = replace(self.saver.retention, best=self.best.step)
 
-    def train(self, requests: RunRequests) -> RunOutcome:
+    def train(self, requests: RunRequests, rolled_back: RolledBack) -> RunOutcome | RolledBack:
         train, saving = self.config.train, self.config.checkpoint
         limit = self._time_limit(requests.started)
         try:
@@ -209,6 +227,9 @@ class _TrainingRun:
                 with self.profile.step(self.progress.step + 1):
                     self._train_step()
                 step = self.progress.step
+                if self.care.must_roll_back:
+                    self.saver.wait()
+                    return self._roll_back(rolled_back)
                 is_validated = step == train.steps or _is_due(step, train.validation_every)
                 is_best = is_validated and self._validate()
                 limit.count_step(time.monotonic() - start)
@@ -232,6 +253,19 @@ class _TrainingRun:
                 self.display.note(f"saved {checkpoint}, but not all metrics")
                 raise self.record.error
             return self._outcome(checkpoint)
+
+    def _roll_back(self, before: RolledBack) -> RolledBack:
+        """Return how the run goes on from the newest checkpoint: without the steps since then."""
+        checkpoints = broadcast(list_checkpoints(self.saver.folder), self.mesh.control_group)
+        checkpoint = step_of(checkpoints[-1]) if checkpoints else 0
+        again = before.again(checkpoint, self.progress.step)
+        if again.times > self.config.train.max_skipped_steps:
+            raise went_back_in_vain(self.config, again)
+        self.display.note(
+            f"the run goes back to step {checkpoint}, and leaves out steps {checkpoint + 1} to "
+            f"{self.progress.step}"
+        )
+        return again
 
     def _time_limit(self, started: float) -> TimeLimit:
         minutes = self.config.train.minutes
@@ -312,7 +346,7 @@ class _TrainingRun:
         self.display.step(row, self.config.train.steps)
         self.notices.watch_step(number, result)
         self.care.report(result, self.progress, partial(self._find_origin, number))
-        if skipped >= self.config.train.max_skipped_steps:
+        if skipped >= self.config.train.max_skipped_steps and not self.care.must_roll_back:
             raise diverged(self.config, self.progress, result)
 
     def _find_origin(self, number: int) -> list[str]:
