@@ -328,7 +328,7 @@ MUTATIONS = (
     ),
     Mutation(
         "models: the gate of the shared experts is not differentiated",
-        "models/layers.py",
+        "models/gated_mlp.py",
         "return grad_x, *grads, grad_weight_T, None",
         "return grad_x, *grads, None, None",
         "models/test_moe.py",

@@ -45,7 +45,7 @@ from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.kernels.route import plan_route
 from lather.kernels.swiglu import swiglu
 from lather.models.experts import Experts
-from lather.models.layers import MEMORY_MODES
+from lather.models.gated_mlp import MEMORY_MODES
 from lather.models.routing import Router
 
 HIDDEN, LOSS_TOKENS, VOCABULARY = 2048, 4096, 102400

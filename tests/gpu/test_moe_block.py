@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU, Gate
 from lather.models.experts import Experts
-from lather.models.layers import GatedMLP
+from lather.models.gated_mlp import GatedMLP
 from lather.models.moe import MoE
 from lather.models.routing import Router
 

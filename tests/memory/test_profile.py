@@ -26,7 +26,7 @@ from lather.memory.ledger import BETWEEN_SEGMENTS
 from lather.memory.profile import KeptTensor, Profile, layer_of, micro_batch_size, profile
 from lather.memory.workers import Assumed, worker_processes
 from lather.models.families import FAMILIES
-from lather.models.layers import MEMORY_MODES
+from lather.models.gated_mlp import MEMORY_MODES
 from models.tiny import FAMILY_TABLES
 from tiny_run import command, write_config
 

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from lather.models.adapted import add_adapters, is_adapters
 from lather.models.decoder import Decoder
 from lather.models.families import FAMILIES, ModelConfig
+from lather.models.gated_mlp import MEMORY_MODES
 from lather.models.generate import generate
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import model_from_hugging_face, notes_on_config
 from lather.models.key_value_cache import KeyValueCache
-from lather.models.layers import MEMORY_MODES
 from lather.models.lora import LoraConfig
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from models.tiny import (

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU, Gate
 from lather.models import experts as experts_module
 from lather.models.experts import Experts
-from lather.models.layers import GatedMLP, RMSNorm
+from lather.models.gated_mlp import GatedMLP
+from lather.models.layers import RMSNorm
 from lather.models.routing import Router
 from models.tiny import error, largest_error, random_normal
 

@@ -9,7 +9,8 @@ import torch
 
 from kernels.implementations import WideProducts
 from lather.models import layers
-from lather.models.layers import GatedMLP, Linear, RMSNorm, project, weight_product
+from lather.models.gated_mlp import GatedMLP
+from lather.models.layers import Linear, RMSNorm, project, weight_product
 from models.tiny import error, random_normal
 
 

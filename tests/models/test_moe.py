@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lather.models.decoder import Block
 from lather.models.experts import Experts
-from lather.models.layers import MEMORY_MODES, GatedMLP, Linear
+from lather.models.gated_mlp import MEMORY_MODES, GatedMLP
+from lather.models.layers import Linear
 from lather.models.moe import MoE
 from lather.models.routing import Router
 from lather.models.saving.recomputed import Recomputation

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lather.kernels.route import plan_route
 from lather.models.balance import BALANCE_LEVELS, LoadBalance
-from lather.models.layers import MEMORY_MODES
+from lather.models.gated_mlp import MEMORY_MODES
 from lather.models.moe import LOCAL_EXCHANGE
 from lather.models.routing import Router, counting_step
 from lather.models.token_positions import Padding, SequenceLayout

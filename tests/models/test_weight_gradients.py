@@ -20,7 +20,8 @@ from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models import grouped_products
 from lather.models.decoder import Block, Decoder
 from lather.models.experts import Experts
-from lather.models.layers import GatedMLP, Linear, project
+from lather.models.gated_mlp import GatedMLP
+from lather.models.layers import Linear, project
 from lather.models.moe import LOCAL_EXCHANGE
 from lather.models.routing import Router
 from lather.models.saving.rounded_weights import product_weights

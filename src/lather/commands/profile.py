@@ -27,7 +27,7 @@ from lather.memory import profile_report as report
 from lather.memory.dry_rank import DOCUMENTS
 from lather.memory.profile import Profile, micro_batch_size, profile
 from lather.memory.workers import Assumed, worker_processes
-from lather.models.layers import MEMORY_MODES
+from lather.models.gated_mlp import MEMORY_MODES
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,10 @@ from lather.models.balance import LoadBalance
 from lather.models.context import Context
 from lather.models.experts import Experts
 from lather.models.family import FamilyConfig
+from lather.models.gated_mlp import MEMORY_MODES, GatedMLP
 from lather.models.gathering_attention import GatheringAttention, Projected
 from lather.models.key_value_cache import KeyValueCache
-from lather.models.layers import MEMORY_MODES, GatedMLP, Linear, NormedRows, RMSNorm
+from lather.models.layers import Linear, NormedRows, RMSNorm
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.mtp import MultiTokenPrediction, look_ahead
 from lather.models.routing import Router, Routing

@@ -35,13 +35,14 @@ from lather.device import Read, no_autocast, positions
 from lather.kernels.combine import combine_forward
 from lather.kernels.route import Route, plan_route, rows_from_slots, slots_from_rows
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
+from lather.models.gated_mlp import GatedCall
 from lather.models.grouped_products import (
     grouped_sum,
     grouped_weight_gradient,
     rows_of,
     run_alignment,
 )
-from lather.models.layers import GatedCall, compute_dtype, reset_parameters, without_autocast
+from lather.models.layers import compute_dtype, reset_parameters, without_autocast
 from lather.models.lora import AdaptedStack, Adapter, merged
 from lather.models.saving.rounded_weights import Rounding
 from lather.models.saving.weight_gradients import (

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lather.models.experts import Experts
-from lather.models.layers import GatedMLP, Linear
+from lather.models.gated_mlp import GatedMLP
+from lather.models.layers import Linear
 from lather.models.pending import Pending
 from lather.models.routing import Router, Routing
 from lather.shapes import Float, Int

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lather.models.attention import HeadSizes
 from lather.models.experts import Experts
 from lather.models.family import FamilyConfig
-from lather.models.layers import GatedMLP
+from lather.models.gated_mlp import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
 from lather.models.routing import Choice, Router

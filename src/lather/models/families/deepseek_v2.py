@@ -14,8 +14,8 @@ from typing import ClassVar
 from lather.models.balance import LoadBalance
 from lather.models.decoder import Block
 from lather.models.family import Family
+from lather.models.gated_mlp import GatedMLP
 from lather.models.latent_attention import MultiHeadLatentAttention
-from lather.models.layers import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
 from lather.models.routing import ANY_EXPERT, Choice, Router

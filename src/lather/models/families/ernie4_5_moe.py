@@ -14,7 +14,7 @@ from lather.models.attention import GroupedQueryAttention
 from lather.models.decoder import Block
 from lather.models.experts import Experts
 from lather.models.family import Family
-from lather.models.layers import GatedMLP
+from lather.models.gated_mlp import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
 from lather.models.routing import CORRECTION_BIAS, Choice, Router

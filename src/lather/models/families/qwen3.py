@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lather.models.attention import GroupedQueryAttention, QueryKeyNorm
 from lather.models.decoder import Block
 from lather.models.family import Family
-from lather.models.layers import GatedMLP
+from lather.models.gated_mlp import GatedMLP
 from lather.models.shared_fields import GroupedQueryFields
 
 

@@ -15,7 +15,7 @@ from lather.models.decoder import Block
 from lather.models.experts import Experts
 from lather.models.families.qwen3_next import DEFAULTS, RENAMED, DeltaNetFields, attention_of
 from lather.models.family import Family
-from lather.models.layers import GatedMLP
+from lather.models.gated_mlp import GatedMLP
 from lather.models.moe import MoE
 from lather.models.routing import Router
 from lather.models.shared_fields import RouterLossFields
