@@ -272,7 +272,7 @@ MUTATIONS = (
     ),
     Mutation(
         "models: weights of experts elsewhere get a gradient",
-        "models/experts.py",
+        "kernels/route/reference.py",
         "return picked.masked_fill(row_TK < 0, 0)",
         "return picked",
         "models/test_experts.py",

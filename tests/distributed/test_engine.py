@@ -23,7 +23,7 @@ from torch import Tensor
 from lather.config.optim import optim_config
 from lather.engine.optimizer import build_optimizer
 from lather.engine.step import TrainStep
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.parallel.expert_exchange import ExpertExchange
 from lather.parallel.mesh import Mesh
 from models.tiny import FAMILY_TABLES, KINDS

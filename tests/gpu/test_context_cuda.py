@@ -15,8 +15,8 @@ from torch import Tensor
 from bench.rehearsed_steps import COMMON
 from lather.models import attention_pieces, sliced_attention
 from lather.models.attention_kernels import attend
+from lather.models.block import Block
 from lather.models.context import Context
-from lather.models.decoder import Block
 from lather.models.families import FAMILIES, build_model
 from lather.models.moe import MoE
 from lather.models.token_positions import SequenceLayout

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lather.models.block import Block
 from lather.models.context import Context
-from lather.models.decoder import Block
 from lather.models.pending import Pending
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline.chunk import ChunkTape, MicroBatch

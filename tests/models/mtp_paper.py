@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lather.models.decoder import Block, Decoder
+from lather.models.block import Block
+from lather.models.decoder import Decoder
 from lather.models.token_positions import SequenceLayout
 
 Span = tuple[int, int, int]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.models.decoder import Attended, Block, DecoderOutput
+from lather.models.block import Attended, Block
+from lather.models.decoder import DecoderOutput
 from lather.models.moe import LOCAL_EXCHANGE
 from models.tiny import (
     error,

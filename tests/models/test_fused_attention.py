@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.live_bytes import PeakBytes
 from lather.models import fused_attention
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.fused_attention import Case, Form, attend_in, form_of
 from lather.models.saving.recomputed import Recomputation
 from models.tiny import error, layout_of, random_normal, tiny_family_model

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.experts import Experts
 from lather.models.gated_mlp import MEMORY_MODES, GatedMLP
 from lather.models.layers import Linear

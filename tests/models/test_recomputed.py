@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.live_bytes import PeakBytes
-from lather.models.decoder import Attended, Block
+from lather.models.block import Attended, Block
 from lather.models.layers import Linear, RMSNorm
 from lather.models.saving.recomputed import Recomputation
 from models.tiny import layout_of, random_normal, tiny_family_model

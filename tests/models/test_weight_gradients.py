@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.live_bytes import PeakBytes
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models import grouped_products
-from lather.models.decoder import Block, Decoder
+from lather.models.block import Block
+from lather.models.decoder import Decoder
 from lather.models.experts import Experts
 from lather.models.gated_mlp import GatedMLP
 from lather.models.layers import Linear, project

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from benchmarks.live_bytes import PeakBytes
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.moe import MoE
 from lather.models.pending import Pending
 from lather.models.saving.recomputed import Recomputation

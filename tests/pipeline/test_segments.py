@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lather.models.decoder import Attended, Block, Decoder
+from lather.models.block import Attended, Block
+from lather.models.decoder import Decoder
 from lather.models.layers import Linear
 from lather.models.moe import Dispatched, Exchange
 from lather.models.routing import Routing

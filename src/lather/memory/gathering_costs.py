@@ -18,7 +18,7 @@ from lather.engine.settings import schedule_for
 from lather.memory.dry_rank import DryRank
 from lather.memory.ledger import MemoryTimeline
 from lather.memory.work import Work
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.experts import Experts
 from lather.models.moe import MoE
 from lather.models.saving.weight_gradients import DeferredGradient

@@ -22,7 +22,8 @@ from difflib import get_close_matches
 from torch import Tensor
 
 from lather.errors import ConfigError
-from lather.models.decoder import Block, Decoder
+from lather.models.block import Block
+from lather.models.decoder import Decoder
 from lather.models.entry_names import entry_name, split_entry
 from lather.models.experts import Experts
 from lather.models.layers import Linear

@@ -102,7 +102,7 @@ LOCAL_EXCHANGE = Exchange()
 
 
 class MoE(nn.Module):
-    """Router, routed experts and shared experts. `lather.models.decoder.Block` calls them segment
+    """Router, routed experts and shared experts. `lather.models.block.Block` calls them segment
     by segment; `forward` calls all of them.
 
     With `gates_shared_experts` the output of the shared experts is multiplied by the sigmoid of a

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lather.models.attention_logits import not_measuring
+from lather.models.block import Attended, Block
 from lather.models.context import Context
-from lather.models.decoder import Attended, Block
 from lather.models.gathering_attention import GatheringAttention, Projected
 from lather.models.moe import MoE
 from lather.models.pending import Pending

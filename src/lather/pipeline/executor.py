@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lather.device import is_gpu
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.saving.weight_gradients import DeferredGradient, WeightGradients
 from lather.optim import PendingRefreshes
 from lather.parallel.mesh import Mesh

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lather.models.adapted import add_adapters
 from lather.models.attention_logits import measured_layers
-from lather.models.decoder import Block, Decoder, RoutedModel
+from lather.models.block import Block
+from lather.models.decoder import Decoder, RoutedModel
 from lather.models.entry_names import is_stack
 from lather.models.experts import Experts
 from lather.models.families import ModelConfig, build_model

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from lather.models.decoder import Attended
+from lather.models.block import Attended
 from lather.models.saving.weight_gradients import WeightGradients
 from lather.pipeline.tape import Cut, MakeContext, Outputs, inside
 from lather.profiled import profiled

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from lather.kernels.residual_sum import residual_sum
-from lather.models.decoder import Attended, Block
+from lather.models.block import Attended, Block
 from lather.models.moe import LOCAL_EXCHANGE, Exchange, MoE
 from lather.models.saving.rounded_weights import RoundedWeights
 from lather.models.saving.weight_gradients import WeightGradients

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lather.models.balance import LoadBalance
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.family import Family
 from lather.models.gated_mlp import GatedMLP
 from lather.models.latent_attention import MultiHeadLatentAttention

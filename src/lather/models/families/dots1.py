@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lather.models.attention import GroupedQueryAttention, QueryKeyNorm
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.family import FULL_ATTENTION, SLIDING_ATTENTION, Family
 from lather.models.shared_fields import DeepseekExpertsFields, GroupedQueryFields, head_dim_of
 

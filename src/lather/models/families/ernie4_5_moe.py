@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lather.models.attention import GroupedQueryAttention
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.experts import Experts
 from lather.models.family import Family
 from lather.models.gated_mlp import GatedMLP

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lather.models.attention import GroupedQueryAttention, QueryKeyNorm
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.family import Family
 from lather.models.shared_fields import (
     DeepseekExpertsFields,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lather.errors import ConfigError
 from lather.kernels.swiglu import Gate
 from lather.models.attention import GroupedQueryAttention
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.experts import Experts
 from lather.models.family import FULL_ATTENTION, SLIDING_ATTENTION, Family
 from lather.models.moe import MoE

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lather.models.attention import GroupedQueryAttention, QueryKeyNorm
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.experts import Experts
 from lather.models.family import Family
 from lather.models.moe import MoE

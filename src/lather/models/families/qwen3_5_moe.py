@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.experts import Experts
 from lather.models.families.qwen3_next import DEFAULTS, RENAMED, DeltaNetFields, attention_of
 from lather.models.family import Family

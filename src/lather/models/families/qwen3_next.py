@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lather.models.attention import GroupedQueryAttention, QueryKeyNorm
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.delta_net import DeltaSizes, GatedDeltaNet
 from lather.models.families.qwen3_moe import Qwen3MoeConfig
 from lather.models.family import FULL_ATTENTION, Family
