@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from ranks import run_ranks
 from tiny_training import Silent, make_config, start
 
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.timeout(300)
 
 STEPS, POISONED, LEFT_OUT = 25, 22, 4
 MESHES: dict[str, dict[str, Any]] = {"pp2": {"pp": 2}, "ep2": {"ep": 2}}
+STOPPED = "ep2"
+"""The mesh of a run that is stopped and resumed."""
 GOING_BACK: dict[str, dict[str, Any]] = {
     "goes back": {"spikes": "roll_back"},
     "left out": {"skip_steps": f"{LEFT_OUT} 21:{POISONED}"},
@@ -62,8 +65,8 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, list[int]]:
     steps = {}
     for name, parallel in MESHES.items():
         steps[name] = [start(config_of(folder, name, parallel)).step]
-        stopped = config_of(folder, f"{name} stopped", parallel)
-        steps[name] += [start(stopped, after).step for after in (2, 19, 2, 0)]
+    stopped = config_of(folder, "stopped", MESHES[STOPPED])
+    steps["stopped"] = [start(stopped, after).step for after in (2, 19, 2, 0)]
     parallel = MESHES["pp2"]
     for name, changes in GOING_BACK.items():
         config = config_of(folder, name, parallel)
@@ -103,11 +106,40 @@ def test_the_rank_on_which_a_nan_began_is_named(tmp_path: Path) -> None:
         assert origin.startswith(f"rank 1: {place}")
 
 
+def spoiled_runs(rank: int, world_size: int, folder: Path) -> None:
+    """Take a step with a weight of rank 1 that is not finite."""
+    gradients = Engine.launch_gradients
+
+    def spoiled(engine: Engine, *args: Any, **options: Any) -> StepReading:
+        if rank == 1:
+            *_, last = engine.part.layers.values()
+            with torch.no_grad():
+                next(last.parameters()).fill_(torch.nan)
+        return gradients(engine, *args, **options)
+
+    with patch.object(Engine, "launch_gradients", spoiled):
+        for name, parallel in MESHES.items():
+            config = config_of(folder, f"{name} spoiled", parallel)
+            loop = replace(config.train, steps=1)
+            start(replace(config, train=loop, debug=DebugConfig(nan=True)))
+
+
+def test_the_rank_with_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    make_poisoned(tmp_path)
+    run_ranks(spoiled_runs, 2, tmp_path, timeout=100)
+    for name in MESHES:
+        rows = read_rows(tmp_path / f"{name} spoiled" / "metrics.jsonl")
+        (suspect,) = [row for row in rows if "suspect" in row]
+        (origin,) = suspect["origin"]
+        assert origin.startswith("rank 1: before the step ")
+
+
 def test_ranks_skip_the_same_steps_and_resume_to_the_same_bits(tmp_path: Path) -> None:
     make_poisoned(tmp_path)
     train(config_of(tmp_path, "one", {}), Silent())
     every_rank = run_ranks(trainings, 2, tmp_path, timeout=250)
-    assert every_rank == [{name: [STEPS, 2, 21, 23, STEPS] for name in MESHES}] * 2
+    of_meshes = {name: [STEPS] for name in MESHES}
+    assert every_rank == [{**of_meshes, "stopped": [2, 21, 23, STEPS]}] * 2
     for name in ("one", *MESHES):
         rows = read_rows(tmp_path / name / "metrics.jsonl")
         skipped = {row["step"]: row["skip_reason"] for row in rows if row.get("skipped")}
@@ -117,7 +149,6 @@ def test_ranks_skip_the_same_steps_and_resume_to_the_same_bits(tmp_path: Path) -
     back, left_out = (tmp_path / name for name in GOING_BACK)
     assert timeless_rows(back) == timeless_rows(left_out)
     assert last_weights(back) == last_weights(left_out)
-    for name in MESHES:
-        stopped = tmp_path / f"{name} stopped"
-        assert timeless_rows(stopped) == timeless_rows(tmp_path / name)
-        assert last_weights(stopped) == last_weights(tmp_path / name)
+    stopped, whole = tmp_path / "stopped", tmp_path / STOPPED
+    assert timeless_rows(stopped) == timeless_rows(whole)
+    assert last_weights(stopped) == last_weights(whole)

@@ -119,3 +119,16 @@ def test_a_resumed_run_goes_on_counting(make_config: Callable[..., Config], tmp_
         assert one["mfu"] > 0
     assert [row["seconds_left"] is None for row in rows["whole"]] == [True, False, False, False]
     assert [row["seconds_left"] is None for row in rows["cut"]] == [True, False, True, False]
+
+
+def test_steps_that_compute_nothing_are_not_recent_steps() -> None:
+    clock = 0.0
+    left = TimeLeft(100, lambda: clock)
+    for done, seconds, computed in ((1, 0.0, False), (2, 2.0, True), (3, 0.0, False)):
+        clock += seconds
+        assert math.isnan(left.after(done, seconds, computed=computed))
+    for done in (4, 5):
+        clock += 1.0
+        assert left.after(done, 1.0) == pytest.approx(100 - done)
+    for done in range(6, 50):
+        assert left.after(done, 0.0, computed=False) == pytest.approx(100 - done)

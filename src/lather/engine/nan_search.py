@@ -155,8 +155,6 @@ def search(engine: Engine, batch: Batch) -> NanOrigin:
         for entry in engine.parameters
         if not entry.info.is_empty and not torch.isfinite(entry.parameter.detach()).all()
     ]
-    if bad:
-        return NanOrigin(f"before the step {_listed(bad)} not finite", began=True)
     watch = _Watch()  # type: ignore[no-untyped-call]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -170,6 +168,8 @@ def search(engine: Engine, batch: Batch) -> NanOrigin:
         if (grad := entry.parameter.grad) is not None and not torch.isfinite(grad).all()
     ]
     engine.parameters.clear_gradients()
+    if bad:  # the other ranks have needed this one's passes
+        return NanOrigin(f"before the step {_listed(bad)} not finite", began=True)
     found: list[str] = []
     if watch.inf and (watch.nan or gradients):
         found.append(f"a value became infinite at {watch.inf}")

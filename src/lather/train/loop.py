@@ -282,7 +282,8 @@ class _TrainingRun:
         if not self._max_of_ranks(bool(self.record.rows())):
             self._validate()
         if self.progress.step >= steps:
-            self.display.note(f"all {steps:,} steps are done; a larger --train.steps continues")
+            longer = "--train.epochs" if self.config.train.epochs else "--train.steps"
+            self.display.note(f"all {steps:,} steps are done; a larger {longer} continues")
         self.memory.before_first_step()
 
     def _must_end(self, requests: RunRequests, limit: TimeLimit) -> bool:
@@ -321,8 +322,8 @@ class _TrainingRun:
             result = self.step.leave_out()
         else:
             batch = self._batch(number)
-            num_tokens = batch.tokens_of_all or 0
             result = self.step(batch, rates, with_logits=with_logits)
+            num_tokens = batch.tokens_of_all or 0 if result.tokens else 0
         if self.average is not None and not result.skipped:
             self.average.update(number)
         if is_recorded and (of_ranks := gather(self.timeline.end(), self.mesh.control_group)):

@@ -57,14 +57,14 @@ class PaceMeter:
 
     def after(self, step: int, num_tokens: int, seconds: float) -> Pace:
         """Return the pace after a step that took so many seconds. `num_tokens`: its inputs, without
-        padding."""
+        padding; 0 if it computed nothing."""
         done = self._sequences(step)
         flops = self._flops_per_token * num_tokens
         return Pace(
             total_tokens=done * self._length,
             epoch=max(self._batches.order.passes(done)),
             mfu=flops / seconds / self._peak if self._peak else math.nan,
-            seconds_left=self._time_left.after(done, seconds),
+            seconds_left=self._time_left.after(done, seconds, computed=num_tokens > 0),
         )
 
     def _sequences(self, step: int) -> int:
@@ -85,17 +85,25 @@ class TimeLeft:
         self._in_steps = 0.0
         self._first: tuple[int, float] | None = None
         """Sequences and time at the end of the first step."""
-        self._last = 0
+        self._last = self._left_out = 0
 
-    def after(self, done: int, seconds: float) -> float:
+    def after(self, done: int, seconds: float, *, computed: bool = True) -> float:
         """Return the seconds left after a step that took so many seconds and ends now. `done`:
-        sequences of all steps so far. NaN: not known yet."""
+        sequences of all steps so far; `computed`: whether this one did not leave them out. NaN: not
+        known yet."""
         if self._first is None:
-            self._first, self._last = (done, self._now()), done
+            if computed:
+                self._first, self._last = (done, self._now()), done
             return math.nan if done < self._sequences else 0.0
-        self._recent.append((done - self._last, seconds))
+        if computed:
+            self._recent.append((done - self._last, seconds))
+        else:
+            self._left_out += done - self._last
         self._last, self._in_steps = done, self._in_steps + seconds
+        if not self._recent:
+            return math.nan if done < self._sequences else 0.0
         first, start = self._first
-        between = max(0.0, self._now() - start - self._in_steps) / (done - first)
+        trained = done - first - self._left_out
+        between = max(0.0, self._now() - start - self._in_steps) / trained
         sequences, of_recent = map(sum, zip(*self._recent, strict=True))
         return max(0, self._sequences - done) * (of_recent / sequences + between)
