@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,52 @@ def test_a_profile_that_cannot_be_written_leaves_a_note(make_config: MakeConfig)
     assert note.startswith(f"{part.folder / 'steps-2-2'} cannot be written (")
     assert note.endswith("the run goes on without it")
     assert not profiler_is_on()
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_a_trace_that_is_incomplete_leaves_a_note_and_no_file(
+    is_cut_off: bool, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk Kineto leaves what it has written under a name of its own, and says
+    nothing."""
+
+    def export(_: profile, path: str) -> None:
+        written = Path(path if is_cut_off else f"{path}.tmp")
+        written.write_text('{"traceEvents": [{"ph": "X", "na')
+
+    monkeypatch.setattr(profile, "export_chrome_trace", export)
+    config = make_config(profile={"steps": "2"})
+    Path(config.run_dir).mkdir()
+    shown = Shown()
+    part = StepProfile(config, Mesh.single(torch.device("cpu")), shown.note, 0)
+    with part.step(2):
+        torch.ones(2) + 1
+    (note,) = shown.notes
+    assert note.startswith(f"{part.folder / 'steps-2-2'} cannot be written (")
+    assert is_cut_off or "(there is no space, or the folder is not writable)" in note
+    assert not [*(part.folder / "steps-2-2").iterdir()]
+    assert not profiler_is_on()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit of the sizes of files")
+def test_a_trace_for_which_there_is_no_space_leaves_a_note_and_no_file(
+    make_config: MakeConfig,
+) -> None:
+    import resource
+
+    config = make_config(profile={"steps": "2"})
+    Path(config.run_dir).mkdir()
+    shown = Shown()
+    part = StepProfile(config, Mesh.single(torch.device("cpu")), shown.note, 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with part.step(2):
+        for _ in range(2000):
+            torch.ones(2) + 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (note,) = shown.notes
+    assert "(there is no space, or the folder is not writable)" in note
+    assert not [*(part.folder / "steps-2-2").iterdir()]
 
 
 @pytest.mark.parametrize("text", ["13:10", "0:3", "1:", "1-3", "all"])

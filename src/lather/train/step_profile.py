@@ -86,9 +86,9 @@ class StepProfile:
                 dump_memory_snapshot(folder / f"rank-{self.mesh.rank}.memory.pickle")
             self._stop()
             times = _write_trace(profiler, trace)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError if the trace is cut off
             self._stop()
-            why = reason(error, folder)
+            why = reason(error, folder) if isinstance(error, OSError) else str(error)
         of_ranks = gather((times, why), self.mesh.control_group)
         self._report(folder, of_ranks)
 
@@ -140,11 +140,15 @@ def _write_trace(profiler: profile, path: Path) -> StepTimes:
     """Write the trace, compressed; return what it says of the steps."""
     with replaced(path) as aside:
         plain = aside.with_suffix(".json")
+        partial = Path(f"{plain}.tmp")  # Kineto writes it and renames it at the end
         try:
             profiler.export_chrome_trace(str(plain))
+            if not plain.exists():  # Kineto says nothing
+                raise OSError("there is no space, or the folder is not writable")
             times = step_times(read_events(plain))
             with plain.open("rb") as file, gzip.GzipFile(aside, "wb", compresslevel=5) as packed:
                 shutil.copyfileobj(file, packed)
         finally:
             plain.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
     return times
