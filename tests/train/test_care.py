@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from lather.config.step_ranges import step_ranges, with_range
 from lather.engine.step_reading import StepResult
 from lather.errors import ConfigError
 from lather.files import read_rows
+from lather.train.care import Care
 from lather.train.display import PlainDisplay
 from lather.train.diverged import DivergedError
 from lather.train.loop import train
@@ -152,6 +153,22 @@ def test_left_out_steps_keep_numbers_batches_and_rates(
 def test_ranges_that_are_none(make_config: MakeConfig, text: str) -> None:
     with pytest.raises(ConfigError, match=r"train.skip_steps = .*such as '120:140 300'"):
         make_config(train={"skip_steps": text})
+
+
+def test_the_note_of_left_out_steps_names_the_last_one_without_counting(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "1500:2000000000000 2:2 9 300:999 7 1000:1400 900:1500 2000000000002"
+    notes: list[str] = []
+    batches, record = (cast(Any, None),) * 2
+    care = Care(make_config(train={"skip_steps": text}), batches, record, notes.append)
+    left_out = [step for step in (2, 3, 7, 299, 300, 301, 1000, 1501) if care.leaves_out(step)]
+    assert left_out == [2, 7, 300, 301, 1000, 1501]
+    assert notes == [
+        "step 2 is left out (train.skip_steps)",
+        "step 7 is left out (train.skip_steps)",
+        "steps 300 to 2000000000000 are left out (train.skip_steps)",
+    ]
 
 
 def test_ranges_of_steps_hold_both_ends() -> None:

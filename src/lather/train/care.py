@@ -50,10 +50,11 @@ class Care:
         is_left_out = self._is_left_out(step)
         if is_left_out and not self._is_left_out(step - 1):
             last = step
-            while self._is_left_out(last + 1):
-                last += 1
-            steps = f"steps {step} to {last} are" if last > step else f"step {step} is"
-            self._note(f"{steps} left out (train.skip_steps)")
+            for steps in sorted(self._left_out, key=lambda steps: steps.start):
+                if steps.start <= last + 1:
+                    last = max(last, steps[-1])
+            which = f"steps {step} to {last} are" if last > step else f"step {step} is"
+            self._note(f"{which} left out (train.skip_steps)")
         return is_left_out
 
     def _is_left_out(self, step: int) -> bool:
