@@ -17,6 +17,7 @@ from lather.sweep.results import result_of
 from lather.train.best import BestValidation, has_ended, validations
 from lather.train.display import PlainDisplay
 from lather.train.loop import train
+from lather.train.report import report_data
 from lather.train.requests import RunRequests
 from tiny_run import last_weights, timeless_rows
 
@@ -53,6 +54,7 @@ def test_a_run_without_progress_ends_and_resumes_to_the_same_end(
     result = result_of(tmp_path / "run", config)
     assert result is not None
     assert result.loss == outcome.validation_losses[-1]
+    assert report_data(tmp_path / "run", [])["finished"]
 
     stopped = patient(make_config, tmp_path / "stopped")
     for after in (3, 2, 20, 20):
@@ -70,6 +72,21 @@ def test_a_set_that_does_not_exist_is_refused(make_config: MakeConfig, tmp_path:
     with pytest.raises(ConfigError, match=r"train.patience_on = 'books' is not valid"):
         train(config, PlainDisplay(100))
     assert not (tmp_path / "run").exists()
+
+
+def test_patience_without_a_held_out_set_is_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"train.patience = 2 needs a held-out set"):
+        BestValidation(make_config(train={"patience": 2}), [])
+    assert not BestValidation(make_config(), []).is_over
+
+
+def test_a_set_without_labels_ends_no_run(make_config: MakeConfig) -> None:
+    best = BestValidation(make_config(train={"patience": 2}), ["a"])
+    for row in rows_of([None] * 6, [None] * 6):
+        assert not best.add(row)
+    assert not best.is_over
+    after_a_loss = [(1, 2.0), (2, math.inf), (3, math.inf)]
+    assert has_ended(after_a_loss, 2), "one that is not finite after a finite one counts"
 
 
 def test_patience_needs_validations(make_config: MakeConfig) -> None:

@@ -2,8 +2,8 @@
 each.
 
 A user names a checkpoint RUN (the run's newest), RUN@STEP, or RUN@best (that with the lowest
-validation loss). A run may also be named by its config.toml, and a checkpoint by its own
-folder.
+validation loss on the held-out set that `train.patience_on` names). A run may also be named by its
+config.toml, and a checkpoint by its own folder.
 
 The table, `state.json`, lists the contents of a checkpoint and their files:
 
@@ -29,6 +29,7 @@ from typing import Any
 
 from lather.boxes import Box
 from lather.config.run_folder import CONFIGURATION, run_folder
+from lather.config.toml_file import load_run
 from lather.errors import CheckpointError, UserError
 from lather.files import digest_of, read_rows, read_text, sync
 from lather.formats import CHECKPOINT
@@ -102,11 +103,13 @@ def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
         return run, checkpoints[max(checkpoints)]
     existing = ", ".join(map(str, checkpoints))
     if name == BEST:
-        best = best_checkpoint(checkpoints, read_rows(run / "metrics.jsonl"))
+        name_of_set = load_run(run).train.patience_on
+        best = best_checkpoint(checkpoints, read_rows(run / "metrics.jsonl"), name_of_set)
         if best is None:
+            of_set = f" on {name_of_set!r} (train.patience_on)" if name_of_set else ""
             raise UserError(
-                f"{run}@{BEST}: no validation loss is known for the kept checkpoints: use one of "
-                f"{existing}"
+                f"{run}@{BEST}: no validation loss{of_set} is known for the kept checkpoints: use "
+                f"one of {existing}"
             )
         return run, checkpoints[best[1]]
     if not (name.isascii() and name.isdigit() and int(name) in checkpoints):
@@ -144,15 +147,25 @@ def _no_run(folder: Path) -> str:
     return f"{folder}: not a run (it has no {CONFIGURATION}): give the run_dir of a training run"
 
 
-def best_checkpoint(steps: Collection[int], rows: list[dict[str, Any]]) -> tuple[float, int] | None:
+def best_checkpoint(
+    steps: Collection[int], rows: Sequence[Mapping[str, Any]], name: str = ""
+) -> tuple[float, int] | None:
     """Return the lowest validation loss at a step with a checkpoint, and that step; None if no
-    loss at such a step is known."""
+    loss at such a step is known. `name`: the held-out set, "" for the run's own."""
     losses = [
-        (row["validation_loss"], row["step"])
+        (loss_on(row, name), row["step"])
         for row in rows
-        if row.get("validation_loss") is not None and row["step"] in steps
+        if "validation_loss" in row and row["step"] in steps
     ]
-    return min(losses, default=None)
+    return min((pair for pair in losses if pair[0] < math.inf), default=None)
+
+
+def loss_on(row: Mapping[str, Any], name: str) -> float:
+    """Return the loss on a held-out set, "" for the run's own, from a validation's row of metrics;
+    infinite if it is not there or not finite."""
+    own = {name: row["validation_loss"]}  # if it is the only set
+    loss = (row.get("validation_losses", own) if name else own).get(name)
+    return math.inf if loss is None or math.isnan(loss) else float(loss)
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -167,7 +180,8 @@ class Progress:
     seconds: float
     """Seconds of training, in all processes that have worked on the run."""
     skipped_in_a_row: int = 0
-    """Steps skipped directly before this one because their loss or gradient was not finite."""
+    """Steps skipped directly before this one because their loss or gradient was not finite or a
+    spike."""
 
 
 @dataclass(frozen=True)

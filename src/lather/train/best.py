@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from lather.checkpoint.folder import loss_on
 from lather.config.config import Config
 from lather.errors import ConfigError
 
@@ -17,19 +18,18 @@ Validations = list[tuple[int, float]]
 
 def validations(rows: Sequence[Mapping[str, Any]], name: str = "") -> Validations:
     """Return the validations on a held-out set, "" for the run's own, from rows of metrics."""
-    found: Validations = []
-    for row in rows:
-        if "validation_loss" in row and row["step"] > 0:
-            own = {name: row["validation_loss"]}  # if it is the only set
-            loss = (row.get("validation_losses", own) if name else own).get(name)
-            found.append((row["step"], math.inf if loss is None or math.isnan(loss) else loss))
-    return found
+    return [
+        (row["step"], loss_on(row, name))
+        for row in rows
+        if "validation_loss" in row and row["step"] > 0
+    ]
 
 
 def has_ended(found: Validations, patience: int) -> bool:
-    """Return whether so many last validations (0: never) were no lower than the best before."""
+    """Return whether so many last validations (0: never) were no lower than the best before.
+    Without a finite loss there is no best: a held-out set without labels ends no run."""
     best = min(range(len(found)), key=lambda number: found[number][1], default=0)
-    return 0 < patience < len(found) - best
+    return 0 < patience < len(found) - best and found[best][1] < math.inf
 
 
 class BestValidation:
@@ -37,13 +37,18 @@ class BestValidation:
 
     def __init__(self, config: Config, sets: Sequence[str]) -> None:
         """`sets`: names of the held-out sets, the run's own first. Raises ConfigError if
-        `train.patience_on` is none of them."""
+        `train.patience_on` is none of them, or if `train.patience` has none to go by."""
         train = config.train
         self._patience, self._name = train.patience, train.patience_on
         if self._name and self._name not in sets:
             raise ConfigError(
                 f"train.patience_on = {self._name!r} is not valid: it must be the name of a "
                 f"held-out set of the run ({', '.join(sets) or 'it has none'})"
+            )
+        if self._patience and not sets:
+            raise ConfigError(
+                f"train.patience = {self._patience} needs a held-out set, and the run has none: "
+                "give one in data.validation, data with a validation split, or train.patience 0"
             )
         self.keeps = config.checkpoint.keep_best or train.patience > 0
         """Whether the checkpoint with the lowest loss is kept."""

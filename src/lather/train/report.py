@@ -33,6 +33,7 @@ from lather.lines import short_number
 from lather.pipeline import picture
 from lather.pipeline.replay import Timeline
 from lather.pipeline.timeline import FILE as TIMELINE
+from lather.train.best import has_ended, validations
 from lather.train.memory_check import FILE as MEMORY
 from lather.train.memory_check import differences, sizes_of
 from lather.train.metrics import training_rows
@@ -118,7 +119,7 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
         "tiles": tiles(rows, planned) if steps else [],
         "facts": facts(config) if config else [],
         "unit": unit_of_axis(max((row["seconds"] for row in steps), default=0.0)),
-        "finished": bool(steps) and planned is not None and steps[-1]["step"] >= planned,
+        "finished": bool(steps) and config is not None and is_finished(rows, config),
         "curves": curves(steps),
         "validation": [row for row in rows if "validation_loss" in row],
         "marks": [[row.step, row.brief()] for row in history.rows],
@@ -130,6 +131,14 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
         "starts": part("provenance.json", starts, []),
     }
     return json.loads(json.dumps(data), parse_constant=lambda _: None)
+
+
+def is_finished(rows: Sequence[Row], config: Config) -> bool:
+    """Return whether a run with these rows, of a step at least, has come to its end: that of its
+    steps, or that of `train.patience`."""
+    train = config.train
+    last = next(row["step"] for row in reversed(rows) if "loss" in row)
+    return last >= train.steps or has_ended(validations(rows, train.patience_on), train.patience)
 
 
 def _part(notes: list[str], path: Path, read: Callable[[Path], Any], otherwise: Any) -> Any:
