@@ -6,7 +6,9 @@ deviation of normally distributed values (Hampel, 1974: up to half of the values
 themselves). The norm is compared by its logarithm, in which its values spread evenly.
 
 Spikes count among the last steps, too, whatever was done about them. So a level that has risen for
-good, for example because the data have changed, is soon no spike any more. The finite losses and
+good, for example because the data have changed, is no spike any more after about half of the last
+steps. A run that only notes spikes comes so far; one that skips them, or goes back, ends
+before, with the defaults at the tenth (`train.max_skipped_steps`). The finite losses and
 norms of all steps with labels are the whole state: a resumed run reads them from its metrics.
 """
 
