@@ -137,11 +137,13 @@ def test_a_trace_for_which_there_is_no_space_leaves_a_note_and_no_file(
     shown = Shown()
     part = StepProfile(config, Mesh.single(torch.device("cpu")), shown.note, 0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with part.step(2):
-        for _ in range(2000):
-            torch.ones(2) + 1
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        with part.step(2):
+            for _ in range(2000):
+                torch.ones(2) + 1
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (note,) = shown.notes
     assert "(there is no space, or the folder is not writable)" in note
     assert not [*(part.folder / "steps-2-2").iterdir()]
