@@ -6,10 +6,10 @@ grouped-query attention, leading dense layers, then shared and routed experts.
 from dataclasses import dataclass
 
 from lather.models.attention import GroupedQueryAttention, HeadSizes
-from lather.models.decoder import Block
+from lather.models.block import Block
 from lather.models.experts import Experts
 from lather.models.family import Family
-from lather.models.layers import GatedMLP
+from lather.models.gated_mlp import GatedMLP
 from lather.models.moe import MoE
 from lather.models.rotary import Rotary
 from lather.models.routing import Router
