@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,30 @@ def test_epochs_set_the_steps_of_a_run(
     with pytest.raises(RunError, match=r"give as many \(train.epochs\) or more"):
         train(config, PlainDisplay(100))
     assert len([row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]) > 4
+
+
+def test_a_finished_run_goes_on_with_added_data(
+    make_config: MakeConfig, sets: list[str], tmp_path: Path
+) -> None:
+    """The continued run, and a fork at its end, read what the run with the steps reads: the added
+    set alone, which has all the weight."""
+    sizes: dict[str, Any] = {"batch_size": 32, "micro_batch_size": 16, "validation_every": 0}
+    options: dict[str, Any] = {**sizes, "epochs": 0.25}
+    added = {"path": sets[:2], "weights": [0.0, 1.0]}
+    done = train(make_config(data={"path": sets[:1]}, train=options), PlainDisplay(100)).step
+    for name in ("first", "plain"):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+
+    longer = make_config(data=added, train={**options, "epochs": 0.6})
+    steps = train(longer, PlainDisplay(100)).step
+    assert steps > done
+    fork = replace(longer, run_dir=str(tmp_path / "fork"), fork_from=str(tmp_path / "first"))
+    train(fork, PlainDisplay(100))
+    plain = make_config(data=added, train={**sizes, "steps": steps}, run_dir=f"{tmp_path}/plain")
+    train(plain, PlainDisplay(100))
+    for name in ("run", "fork"):
+        assert timeless_rows(tmp_path / name) == timeless_rows(tmp_path / "plain"), name
+        assert last_weights(tmp_path / name) == last_weights(tmp_path / "plain"), name
 
 
 def test_epochs_are_no_negative_number(make_config: MakeConfig) -> None:

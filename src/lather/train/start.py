@@ -127,6 +127,7 @@ def _resumed(
         before, history = config_at(path, step)
     except ConfigError as error:
         raise RunError(f"{subject}: {error}; {remedy}") from None
+    may_grow = bool(config.train.epochs) and steps is None
     if config.train.epochs:
         steps = before.train.steps if steps is None else steps
         config = replace(config, train=replace(config.train, steps=steps))
@@ -151,7 +152,7 @@ def _resumed(
         _check_added(*changes["data.path"], config, subject)
     num_data_sets = max(1, len(before.data.path)) if step else 0
     start = Start(config, step, history, num_data_sets, is_new=False)
-    if start.is_finished:
+    if start.is_finished and not may_grow:  # data are opened before their epochs are counted
         return start
     return replace(start, history=history.resumed(step, changes if step else {}, values_of(config)))
 
