@@ -42,5 +42,8 @@ def test_the_limits_of_control_groups_count_without_idle_pages_of_files(
     }.items():
         (inner / name).write_text(text)
     assert host_memory() == (256 * MIB, 186 * MIB)
+    (inner / "memory.current").write_text(f"{300 * MIB}\n")
+    assert host_memory() == (256 * MIB, 1), "nothing is left, which is not 0, not known"
+    assert free_memory(CPU) == 1
     (inner / "memory.max").write_text("max\n")
     assert host_memory()[0] == outside[0] > 256 * MIB

@@ -20,22 +20,22 @@ LIMITS = {"RLIMIT_AS": "VmSize", "RLIMIT_DATA": "VmData"}
 
 
 def host_memory() -> tuple[int, int]:
-    """Return the bytes of the host and how many are free, within the container's limit; 0 where the
-    system does not tell."""
+    """Return the bytes of the host and how many are free, at least 1, within the container's limit;
+    0 where the system does not tell."""
     try:
         lines = dict(line.split(":") for line in read_text(Path("/proc/meminfo")).splitlines())
         memory, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     except FileNotFoundError:
         return 0, 0
     for limit, used in _container_limits():
-        memory, free = min(memory, limit), min(free, max(0, limit - used))
-    return memory, free
+        memory, free = min(memory, limit), min(free, limit - used)
+    return memory, max(1, free)
 
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that this process may still allocate on a device; 0: not known."""
     if is_gpu(device):
-        return int(gpu_module(device).mem_get_info(device)[0])
+        return max(1, int(gpu_module(device).mem_get_info(device)[0]))
     _, free = host_memory()
     for name, line in LIMITS.items():
         limit, _ = resource.getrlimit(getattr(resource, name))
