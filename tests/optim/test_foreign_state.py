@@ -10,6 +10,7 @@ from optim_helpers import Run, clones, copy_gradients, give_gradients, run_of, t
 from torch import Tensor
 
 from lather.optim import SOAP, AdaMuon, AdamW, Muon, Scion, SOAPMuon
+from lather.optim.batched.muonium import from_muonium
 
 SHAPES = [(16, 12), (12, 16), (16, 16)]
 
@@ -238,3 +239,17 @@ def test_a_loaded_group_keeps_the_keys_that_other_optimizers_do_not_save() -> No
     ours.load_state_dict(run_of(torch.optim.Muon, [(4, 4)]).optimizer.state_dict())
     assert (ours.param_groups[0]["layer_id"], ours.param_groups[0]["sides"]) == (3, "smaller")
     assert isinstance(ours.param_groups[0]["params"][0], Tensor)
+
+
+def test_a_state_of_muonium_from_before_some_of_its_options_has_its_defaults() -> None:
+    """Its states are compared with the package in tests/integrations/test_muonium.py."""
+    state = {"momentum_buffer": torch.ones(4, 8), "lr_ratio": torch.ones(())}
+    group = {"algorithm": "muon", "use_muon": True, "wd": 0.1, "lr": 0.02, "momentum": 0.9}
+    options = {"use_cautious_wd": True, "orthogonalization_strategy": "polar_express"}
+    new, old = (
+        from_muonium({"state": {0: state}, "param_groups": [{**group, "params": [0], **more}]})
+        for more in (options, {})
+    )
+    assert old["param_groups"] == new["param_groups"]
+    assert old["param_groups"][0]["cautious_decay"] is True
+    assert old["param_groups"][0]["ns_coefficients"] == "polar_express"

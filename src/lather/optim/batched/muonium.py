@@ -60,11 +60,12 @@ def _of_muon(group: Mapping[str, Any], what: str) -> dict[str, Any]:
         raise ValueError(
             f"{what} has split_sizes={group['split_sizes']!r}: {begin}, with head_rows"
         )
+    strategy = group.get("orthogonalization_strategy", "polar_express")  # not in old states
     return {key: value for key, value in group.items() if key not in KEYS | OF_MUON} | {
         "lr": float(group["lr"]),
         "weight_decay": group["wd"],
-        "cautious_decay": bool(group["use_cautious_wd"]),
-        "ns_coefficients": COEFFICIENTS[group["orthogonalization_strategy"]],
+        "cautious_decay": bool(group.get("use_cautious_wd", True)),
+        "ns_coefficients": COEFFICIENTS[strategy],
         "adjust_lr_fn": "original",
     }
 
