@@ -3,12 +3,17 @@ for runs with adapters and with loss-free balancing; and when `auto` chooses it.
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lather.cli import main
+from lather.commands import generate
+from lather.generation.text import continue_texts
 from lather.train import trained_model
 from tiny_run import write_config
 
@@ -82,3 +87,22 @@ def test_auto_reads_from_disk_what_does_not_fit(
         assert ("a block's are read when it runs (--layerwise)" in capsys.readouterr().err) == (
             is_noted
         )
+
+
+def test_texts_are_made_in_the_precision_of_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: list[bool] = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        found.append(torch.is_autocast_enabled("cpu"))
+        return continue_texts(*arguments, **options)
+
+    monkeypatch.setattr(generate, "continue_texts", noted)
+    words = ["generate", str(run), "--tokens", "3"]
+    for options in ([], ["--layerwise", "always"], ["--dtype", "bf16"], ["--dtype", "fp32"]):
+        assert main([*words, "--prompt", "def", *options]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main([*words, "--chat"]) == 0
+    assert found == [True, True, False, False, True]
+    assert not torch.is_autocast_enabled("cpu")

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from lather.cli import main
+from lather.commands import eval as command
+from lather.train.published_model import find_model
 from tiny_run import write_config
 
 Printed = Callable[..., str]
@@ -85,6 +87,38 @@ def test_scores_are_those_of_the_imported_run(folder: Path, printed: Printed) ->
     for name in ("run", "model"):
         printed("score", folder / name, rows, folder / f"{name}.jsonl", "--routing")
     assert (folder / "run.jsonl").read_text() == (folder / "model.jsonl").read_text()
+
+
+def test_a_text_may_fill_the_models_positions(folder: Path, tmp_path: Path) -> None:
+    for positions, context, length in ((64, 64, 64), (512, 512, 256), (10**5, 4096, 256)):
+        shutil.copytree(folder / "model", tmp_path / str(positions))
+        file = tmp_path / str(positions) / "config.json"
+        settings = json.loads(file.read_text()) | {"max_position_embeddings": positions}
+        file.write_text(json.dumps(settings))
+        model = find_model(str(file.parent))
+        assert model.context(0) == context
+        assert model.context(48) == 48
+        assert model.config.train.sequence_length == length, "of held-out sets and of an import"
+
+
+def test_tasks_read_longer_texts_than_held_out_sets(
+    folder: Path, tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 512}))
+    contexts: list[int] = []
+
+    def prepare(trained: object, tasks: object, parsed: object, context: int) -> object:
+        contexts.append(context)
+        return dict
+
+    monkeypatch.setattr(command, "_prepare_tasks", prepare)
+    (data,) = (folder / "data").iterdir()
+    words = ["eval", file.parent, data, "--json", "--tasks", "arc_easy", "--max-sequences", 1]
+    assert json.loads(printed(*words))["sequence_length"] == 256
+    assert json.loads(printed(*words, "--sequence-length", 32))["sequence_length"] == 32
+    assert contexts == [512, 32]
 
 
 def test_what_a_folder_lacks_is_one_line(folder: Path, tmp_path: Path, printed: Printed) -> None:

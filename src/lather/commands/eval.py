@@ -59,7 +59,8 @@ class EvalArguments:
     max_sequences: Number = 0
     """Maximal number of sequences of each set, spread evenly over it; 0: all."""
     sequence_length: int = 0
-    """Tokens per sequence; 0: `train.sequence_length`."""
+    """Tokens per sequence; 0: `train.sequence_length`, or for tasks of a Hugging Face folder the
+    model's positions, at most 4,096."""
     batch_size: Count = 8
     """Sequences, or requests of tasks, per batch."""
     step: int = -1
@@ -92,10 +93,11 @@ def eval_command(arguments: list[str]) -> None:
     parsed = parse_arguments(EvalArguments, "lather eval", arguments)
     tasks = [task.strip() for task in parsed.tasks.split(",") if task.strip()]
     trained = find_model(parsed.run, parsed.step, parsed.weights)
-    length = trained.context(parsed.sequence_length, "--sequence-length")
+    context = trained.context(parsed.sequence_length, "--sequence-length")
     _refuse_options_without_effect(parsed)
-    run_tasks = _prepare_tasks(trained, tasks, parsed, length) if tasks else dict
+    run_tasks = _prepare_tasks(trained, tasks, parsed, context) if tasks else dict
     with_sets = parsed.data or not tasks
+    length = parsed.sequence_length or trained.config.train.sequence_length
     sets = open_sets(trained, parsed.data, parsed.split, length) if with_sets else []
     result: dict[str, Any] = {
         "run": str(trained.run),
@@ -103,7 +105,7 @@ def eval_command(arguments: list[str]) -> None:
         "weights": trained.weights,
         "dtype": parsed.dtype,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "sequence_length": length,
+        "sequence_length": length if with_sets else context,
         "max_sequences": parsed.max_sequences,
         "sets": _score_sets(trained, sets, parsed),
         "tasks": {},

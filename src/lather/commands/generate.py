@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -71,8 +72,8 @@ class GenerateArguments:
     batch_size: Count = 16
     """Texts that are generated at the same time."""
     context: int = 0
-    """Number of last tokens that the model reads; 0: `train.sequence_length`, at most
-    `model.max_position_embeddings`."""
+    """Number of last tokens that the model reads, at most `model.max_position_embeddings`; 0:
+    `train.sequence_length`, or for a Hugging Face folder the model's positions, at most 4,096."""
     seed: Seed = 0
     """Random seed of the first text; it grows by 1 with each further text."""
     step: int = -1
@@ -164,10 +165,18 @@ class _Writer:
     def _format(self) -> ConversationFormat:
         return ConversationFormat(self._tokenizer, self._trained.chat_template())
 
+    @contextlib.contextmanager
+    def _decoder(self) -> Iterator[Decoder]:
+        with (
+            self._trained.running(self._running) as decoder,
+            self._trained.precision(decoder.device, self._running.dtype),
+        ):
+            yield decoder
+
     def write_all(self, prompts: list[Prompt]) -> None:
         """Write the texts of all prompts, `num_samples` for each."""
         encoded = [self._encode(prompt) for prompt in prompts]
-        with self._trained.running(self._running) as decoder:
+        with self._decoder() as decoder:
             self._write_all(decoder, prompts, encoded)
 
     def _write_all(self, decoder: Decoder, prompts: list[Prompt], encoded: list[list[int]]) -> None:
@@ -196,7 +205,7 @@ class _Writer:
     def talk(self, lines: Iterator[str]) -> None:
         """Answer one message after the other, each with the whole conversation so far as its
         context."""
-        with self._trained.running(self._running) as decoder:
+        with self._decoder() as decoder:
             self._talk(decoder, lines)
 
     def _talk(self, decoder: Decoder, lines: Iterator[str]) -> None:

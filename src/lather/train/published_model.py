@@ -38,6 +38,10 @@ FURTHER_TRAINING = optim_config(lr=1e-4)
 rate is a hundredth of the default, which is meant for random weights and would undo what the model
 has learned."""
 
+LONGEST_CONTEXT = 4096
+"""Tokens of a text that a published model reads at most if no option says how many: many models
+have more positions than the memory of their device holds."""
+
 
 class PublishedModel(TrainedModel):
     """The model of a Hugging Face folder. `run` and `checkpoint` are that folder, and `config` that
@@ -48,6 +52,12 @@ class PublishedModel(TrainedModel):
     @property
     def step(self) -> int:
         return 0
+
+    @property
+    def default_context(self) -> int:
+        """The tokens of a text that the model reads: all its positions, at most
+        LONGEST_CONTEXT."""
+        return min(self.config.model.max_position_embeddings, LONGEST_CONTEXT)
 
     def tokenizer(self) -> Tokenizer:
         """Load the folder's tokenizer. Raises DataError if it has none."""

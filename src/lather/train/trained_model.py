@@ -103,9 +103,14 @@ class TrainedModel:
     def step(self) -> int:
         return step_of(self.checkpoint)
 
+    @property
+    def default_context(self) -> int:
+        """The tokens of a text that the model reads: those of a training sequence."""
+        return self.config.train.sequence_length
+
     def context(self, wanted: int, option: str = "--context") -> int:
-        """Return how many tokens the model reads at most: `wanted`, which is the value of `option`,
-        or the length of a training sequence if that is 0.
+        """Return how many tokens of a text the model reads at most: `wanted`, which is the value of
+        `option`, or `default_context` if that is 0.
 
         Raises ConfigError if the model has fewer positions.
         """
@@ -113,7 +118,7 @@ class TrainedModel:
         limit = f"at most model.max_position_embeddings ({longest})"
         require(wanted >= 0, option, wanted, "at least 0 tokens")
         require(wanted <= longest, option, wanted, limit)
-        return wanted or self.config.train.sequence_length
+        return wanted or self.default_context
 
     def tokenizer(self) -> Tokenizer:
         """Load the run's tokenizer. Raises DataError if it has none."""
