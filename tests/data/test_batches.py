@@ -3,6 +3,7 @@ at every start."""
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,25 @@ def test_rows_that_a_rank_lacks_are_padding(tmp_path: Path) -> None:
     assert made.padding_BS is not None
     assert made.padding_BS.tolist() == [[False, False], [False, True]]
     assert (made.num_labels, made.num_tokens) == (2, 3)
+
+
+def test_a_depth_sees_the_columns_of_its_labels() -> None:
+    batch = Batch.of_tokens(torch.arange(12).view(2, 6))
+    columns = {
+        "weights": torch.arange(1, 11, dtype=torch.float32).view(2, 5),
+        "routing": torch.arange(10).view(2, 5, 1, 1),
+    }
+    batch = replace(batch, columns=columns)
+    for depth in (1, 2):
+        ahead = batch.ahead(depth)
+        assert set(ahead.columns) == {"weights"}  # the blocks' routers choose
+        is_label = ahead.labels_BS != IGNORE_INDEX
+        assert is_label.sum(1).tolist() == [5 - depth] * 2
+        for row, position in is_label.nonzero().tolist():
+            (place,) = (batch.labels_BS[row] == ahead.labels_BS[row, position]).nonzero()
+            expected = batch.columns["weights"][row, place].item()
+            assert ahead.columns["weights"][row, position] == expected
+        assert (ahead.columns["weights"][~is_label] == 1).all()
 
 
 def test_documents_of_one_token_cannot_be_packed(tmp_path: Path) -> None:

@@ -326,3 +326,12 @@ def test_pairs_and_dpo_belong_together() -> None:
     pair.engine._dpo_beta = BETA
     with pytest.raises(DataError, match=r"dpo_beta = 0\.3, but the data has no pairs"):
         pair.engine.launch_gradients(replace(batch, columns={}))
+
+
+def test_a_prelude_refuses_a_routing_of_another_model() -> None:
+    pair = make_pair(Case(schedule="sequential"))
+    batch = global_batch(pair)
+    routing = batch.columns["routing"][:, :, :-1]
+    batch = replace(batch, columns={**batch.columns, "routing": routing})
+    with pytest.raises(DataError, match=r"routing has shape \(.*\) per token, but the"):
+        pair.engine.run_prelude(batch)

@@ -81,6 +81,20 @@ def test_the_command_adds_fields_and_changes_no_others(
     assert read_rows(tmp_path / "out.jsonl") == before
 
 
+def test_a_model_without_experts_has_no_routing(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = ["--model.first-k-dense-replace", "2", "--train.steps", "1"]
+    options = ["--run-dir", str(tmp_path / "dense"), "--log.sample-tokens", "0", *dense]
+    assert main(["train", str(run.parent / "tiny.toml"), *options]) == 0
+    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}')
+    names = [str(tmp_path / name) for name in ("dense", "rows.jsonl", "out.jsonl")]
+    assert main(["score", *names, "--routing"]) == 2
+    assert "--routing needs MoE layers" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+    assert main(["score", *names]) == 0
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -64,6 +64,43 @@ def test_a_run_begins_at_ln_2_and_learns_to_prefer(folder: Path) -> None:
     assert rows[-1]["loss"] < 0.4
 
 
+def test_dpo_refuses_a_data_set_without_pairs_unless_its_weight_is_0(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, plain = folder / "plain.jsonl", str(folder / "plain")
+    rows.write_text("\n".join([json.dumps({"tokens": [5, 6, 7]})] * 20))
+    made = ["data", "make", plain, str(rows), "--token-rows", "--vocab-size", "300"]
+    assert main([*made, "--holdout-every", "0", "--workers", "1"]) == 0
+    both = ["--data.path", str(folder / "pairs"), plain, "--train.dpo-beta", "0.5"]
+    assert main([*options(folder, "mixed"), *both]) == 2
+    said = f"train.dpo_beta = 0.5, but {plain} has no pairs of answers"
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert main([*options(folder, "weighted"), *both, "--data.weights", "1", "0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (["--train.patience", "1"], "train.patience = 1 is not valid: it must be 0 with"),
+        (["--checkpoint.keep-best"], "checkpoint.keep_best = true is not valid: it must be false"),
+    ],
+)
+def test_no_checkpoint_is_best_by_the_loss_that_dpo_raises(
+    folder: Path, setting: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*options(folder, "best"), "--train.dpo-beta", "0.5", *setting]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_that_packs_a_stream_is_evaluated_on_pairs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval", str(folder / "base"), str(folder / "pairs"), "--json"]
+    assert main(command) == 0
+    # three labels of each of 120 answers
+    assert json.loads(capsys.readouterr().out)["sets"]["pairs"]["tokens"] == 360
+
+
 def test_pairs_need_dpo(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(options(folder, "none")) == 2
     assert "which are trained by DPO: set train.dpo_beta" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from lather.checkpoint.chosen_weights import Weights
 from lather.commands.parsing import parse_arguments
 from lather.data.records import FilePart, RecordReader, Skip
 from lather.data.token_rows import RowError, TokenRow, parts_of, row_of
-from lather.errors import DataError
+from lather.errors import DataError, UserError
 from lather.evaluation.token_scores import ScoredTokens, score_tokens
 from lather.files import whole_file
 from lather.optim.options import Count
@@ -62,8 +62,10 @@ def score_command(arguments: list[str]) -> None:
     """Score the rows batch by batch; OUT appears when it is complete."""
     parsed = parse_arguments(ScoreArguments, "lather score", arguments)
     trained = find_model(parsed.run, parsed.step, parsed.weights)
-    vocab_size = trained.config.model.vocab_size
-    longest = trained.config.model.max_position_embeddings
+    model = trained.config.model
+    if parsed.routing and all(map(model.is_dense, range(model.num_hidden_layers))):
+        raise UserError(f"--routing needs MoE layers, and {trained.run} has none: leave it out")
+    vocab_size, longest = model.vocab_size, model.max_position_embeddings
     for _, row in _rows(parsed.rows, vocab_size, longest):  # before the model is loaded
         del row
     rows, done = _rows(parsed.rows, vocab_size, longest), 0

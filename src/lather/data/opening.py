@@ -92,6 +92,18 @@ def training_batches(
     return Batches(sources, Order([len(source) for source in sources], seed, phases), sizes)
 
 
+def check_pairs(datasets: Sequence[DataSet], config: DataConfig, dpo_beta: float) -> None:
+    """Raise DataError if a data set from which DPO would take sequences has no pairs of answers."""
+    weights = config.weights or (1.0,) * len(datasets)
+    for dataset, weight in zip(datasets, weights, strict=True):
+        if weight and PAIRS not in dataset.split("train").columns:
+            raise DataError(
+                f"train.dpo_beta = {dpo_beta}, but {dataset.folder} has no pairs of answers, so "
+                "that nothing of it would be trained: make it of rows with chosen and rejected, "
+                "leave it out or give it weight 0 in data.weights, or set 0"
+            )
+
+
 def held_out_sets(
     datasets: Sequence[DataSet], config: DataConfig, length: int, most: int, vocab_size: int
 ) -> dict[str, HeldOut]:

@@ -202,10 +202,11 @@ class Engine:
         training and for validation, without transfers (`lather.pipeline.prelude`).
 
         On GPUs with a pipeline all ranks call this before the first step. It changes neither
-        parameters nor random state, and leaves no gradients. Raises ValueError as
+        parameters nor random state, and leaves no gradients. Raises ValueError and DataError as
         `launch_gradients` does.
         """
         self._check_share(batch)
+        check_columns(batch.columns, self.part, self._dpo_beta)
         device, num_batches = self.mesh.device, len(batch.inputs_BS) // self.micro_batch_size
         batch = replace(batch, padding_BS=None)
         micro_batches = self._micro_batches(batch, 1.0, [1.0] * num_batches)

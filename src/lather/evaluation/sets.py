@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -14,6 +14,7 @@ from lather.data.batches import HeldOut, Source
 from lather.data.dataset import DataSet
 from lather.data.documents import load_tokenizer
 from lather.data.opening import evaluated, open_source
+from lather.data.token_columns import PAIRS
 from lather.errors import DataError, UserError
 from lather.files import read_text
 from lather.train.run_dir import data_sets_of
@@ -41,7 +42,8 @@ def open_sets(
     trained: TrainedModel, named: Sequence[str], split: str, length: int
 ) -> list[HeldOutSet]:
     """Open the sets of `named`, each NAME=FOLDER or FOLDER, or the run's own if `named` is empty,
-    in sequences of `length` tokens.
+    in sequences of `length` tokens. Pairs of answers are packed by documents, whatever the run's
+    `data.packing`.
 
     An empty `split` means "validation", or "train" for a data set without it. Raises DataError if a
     data set is missing or damaged, has another tokenizer than the run, or has tokens outside the
@@ -50,7 +52,10 @@ def open_sets(
     for name, dataset in (_named(named) if named else _of_run(trained)).items():
         tokenizer = _checked_tokenizer(dataset, trained)
         chosen = split or dataset.held_out_split
-        source = open_source(dataset, chosen, trained.config.data, length)
+        data = trained.config.data
+        if PAIRS in dataset.split(chosen).columns:
+            data = replace(data, packing="documents")
+        source = open_source(dataset, chosen, data, length)
         sets.append(HeldOutSet(name, dataset.folder, chosen, source, tokenizer))
     return sets
 

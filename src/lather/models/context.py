@@ -88,7 +88,7 @@ class Context:
         raise NotImplementedError
 
     def add_up(self, counts: Tensor) -> Tensor:
-        """Return the sum of the ranks' counts, whole numbers in any dtype. Collective."""
+        """Return the sum of the ranks' numbers, in their dtype. Collective."""
         raise NotImplementedError
 
 

@@ -30,7 +30,7 @@ from lather.config.run_folder import PROVENANCE
 from lather.config.toml_file import config_to_toml, folder_of
 from lather.data.batches import Batches, HeldOut
 from lather.data.documents import load_tokenizer
-from lather.data.opening import held_out_sets, open_datasets, training_batches
+from lather.data.opening import check_pairs, held_out_sets, open_datasets, training_batches
 from lather.data.order import MixturePhase
 from lather.errors import DataError, RunError, UserError
 from lather.files import lock_folder, read_text, write_aside
@@ -170,6 +170,8 @@ def open_run_data(
     """
     train, vocab_size = config.train, config.model.vocab_size
     datasets = open_datasets(config.data, vocab_size, report)
+    if train.dpo_beta:
+        check_pairs(datasets, config.data, train.dpo_beta)
     batches = training_batches(
         datasets, config.data, train.sequence_length, train.batch_sizes, config.seed, phases
     )
