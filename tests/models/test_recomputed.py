@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.live_bytes import PeakBytes
 from lather.models.block import Attended, Block
-from lather.models.layers import Linear, RMSNorm
+from lather.models.layers import Linear, RMSNorm, recomputed_norm
 from lather.models.saving.recomputed import Recomputation
 from models.tiny import layout_of, random_normal, tiny_family_model
 
@@ -32,7 +32,7 @@ def run(block: Block, x_BSD: Tensor, *, enabled: bool) -> Tensor:
     recomputation = Recomputation(enabled=enabled)
     with recomputation.watch():
         return block.self_attn(
-            block.input_layernorm.recomputed(x_BSD, recomputation)[1],
+            recomputed_norm(block.input_layernorm, x_BSD, recomputation)[1],
             layout_of(x_BSD),
             recomputation,
         )
@@ -96,7 +96,7 @@ class Product(nn.Module):
     def forward(self, x_TI: Tensor, *, enabled: bool = True) -> Tensor:
         recomputation = Recomputation(enabled=enabled)
         with recomputation.watch():
-            normed_TI = self.norm.recomputed(x_TI, recomputation)[1]
+            normed_TI = recomputed_norm(self.norm, x_TI, recomputation)[1]
             y: Tensor = self.first(normed_TI).sum() * self.second(normed_TI).sin().sum()
         return y
 
@@ -153,7 +153,7 @@ def test_several_graphs_have_it_made_once() -> None:
     recomputation, calls = Recomputation(), []
     norm.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     with recomputation.watch():
-        normed_TI = norm.recomputed(x_TI, recomputation)[1]
+        normed_TI = recomputed_norm(norm, x_TI, recomputation)[1]
         losses = [layers[0](normed_TI).sum()]
         again = recomputation.placeholder(normed_TI)
         assert recomputation.placeholder(x_TI) is None

@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from benchmarks.live_bytes import PeakBytes
 from lather.models.block import Block
+from lather.models.layers import recomputed_norm
 from lather.models.moe import MoE
 from lather.models.pending import Pending
 from lather.models.saving.recomputed import Recomputation
@@ -56,7 +57,9 @@ def attention_bytes(block: Block, x_BSD: Tensor, layout: SequenceLayout) -> int:
         recomputation = Recomputation()
         with recomputation.watch():
             attended_BSD = block.self_attn(
-                block.input_layernorm.recomputed(x_BSD, recomputation)[1], layout, recomputation
+                recomputed_norm(block.input_layernorm, x_BSD, recomputation)[1],
+                layout,
+                recomputation,
             )
             graph = get_gradient_edge(block.post_attention_layernorm(x_BSD + attended_BSD))
         del attended_BSD

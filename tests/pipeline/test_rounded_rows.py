@@ -4,10 +4,12 @@ the bits of norms in fp32 whose output each product rounds, in one graph and in 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lather.kernels import rms_norm
 from lather.models.adapted import add_adapters
@@ -117,3 +119,48 @@ def test_fp32_and_fp64_keep_plain_norms(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("lather.models.layers.round_rms_norm", fail)
     for dtype in (torch.float32, torch.float64, BF16):
         plain_step(model_of("deepseek_v2").to(dtype), micro_batch())
+
+
+class Wrapped(nn.Module):
+    """Stands in the place of a norm as the adapters and compiled modules of other libraries do:
+    attributes are those of the norm."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.num_calls = norm, 0
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__["_modules"]
+        return modules[name] if name in modules else getattr(modules["inner"], name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.inner(x)
+
+
+def of_torch(norm: RMSNorm) -> nn.Module:
+    made = nn.RMSNorm(norm.weight.shape[0], norm.eps)
+    made.weight = norm.weight
+    return made
+
+
+@pytest.mark.parametrize("in_segments", [False, True], ids=["one graph", "segments"])
+@pytest.mark.parametrize("kind", [of_torch, Wrapped])
+def test_any_module_may_stand_in_the_place_of_a_norm(
+    kind: Callable[[Any], nn.Module], in_segments: bool
+) -> None:
+    expected = results(model_of("deepseek_v2", q_lora_rank=8), in_segments=in_segments)
+    model = model_of("deepseek_v2", q_lora_rank=8)
+    for module in list(model.layers.modules()):
+        for name, norm in list(module.named_children()):
+            if isinstance(norm, RMSNorm):
+                setattr(module, name, kind(norm))
+    actual = results(model, in_segments=in_segments)
+    actual = {name.replace(".inner", ""): x for name, x in actual.items()}
+    assert actual.keys() == expected.keys()
+    for name, x in actual.items():  # the norm of torch rounds elsewhere
+        difference = torch.linalg.vector_norm(x - expected[name])
+        assert difference <= 0.05 * torch.linalg.vector_norm(expected[name]), name
+    wrapped = [module for module in model.modules() if isinstance(module, Wrapped)]
+    assert len(wrapped) == (4 * len(model.layers) if kind is Wrapped else 0)
+    assert all(module.num_calls for module in wrapped)

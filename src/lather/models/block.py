@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lather.kernels.residual_sum import residual_sum
 from lather.models.gated_mlp import GatedMLP
 from lather.models.gathering_attention import GatheringAttention, Projected
-from lather.models.layers import NormedRows, RMSNorm
+from lather.models.layers import NormedRows, RMSNorm, recomputed_norm, rounds_to
 from lather.models.moe import LOCAL_EXCHANGE, Dispatched, Exchange, MoE
 from lather.models.mtp import MultiTokenPrediction
 from lather.models.routing import Routing
@@ -95,7 +95,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, NormedRows]:
         if layout.cache is not None:  # a layer may change its input
             return x_BSD, self.input_layernorm(x_BSD)
-        return self.input_layernorm.recomputed(x_BSD, recomputation)
+        return recomputed_norm(self.input_layernorm, x_BSD, recomputation)
 
     def recomputation(self) -> Recomputation:
         """Return a recomputation for one run of attention."""
@@ -152,7 +152,7 @@ class Block(nn.Module):
         """Return the residual, and the normed rows (T, D) for the experts, the shared experts and
         the router, or once for all. Backward recomputes the rows."""
         norm, moe = self.post_attention_layernorm, isinstance(self.mlp, MoE)
-        dtype = norm.rounds_to(x_BSD) if recomputation.enabled and self.mlp.reads_once else None
+        dtype = rounds_to(norm, x_BSD) if recomputation.enabled and self.mlp.reads_once else None
         if dtype is None:
             residual_BSD = x_BSD + branch_BSD
 

@@ -18,7 +18,14 @@ from torch import Tensor
 from lather.models.attention_kernels import Recipe, attend
 from lather.models.gathering_attention import GatheringAttention, Projected, side_by_side
 from lather.models.key_value_cache import KeyValueCache
-from lather.models.layers import Linear, NormedRows, RMSNorm, project
+from lather.models.layers import (
+    Linear,
+    NormedRows,
+    RMSNorm,
+    norm_for_products,
+    project,
+    recomputed_norm,
+)
 from lather.models.lora import merged
 from lather.models.rotary import Rotary, Table, YarnConfig
 from lather.models.saving.recomputed import NO_RECOMPUTATION, Recomputation
@@ -88,13 +95,13 @@ class MultiHeadLatentAttention(GatheringAttention):
                 query_BSx, latent_BSL, k_BSR, layout, layout.cache
             )
         else:
-            _, normed = self.kv_a_layernorm.recomputed(latent_BSL, recomputation)
+            _, normed = recomputed_norm(self.kv_a_layernorm, latent_BSL, recomputation)
             (kv_BSx,) = project(normed, self.kv_b_proj)
 
             def keys_and_values(
                 latent_BSL: Tensor, *key_and_tables: Tensor
             ) -> tuple[Tensor, Tensor]:
-                _, normed = self.kv_a_layernorm.for_products(latent_BSL)
+                _, normed = norm_for_products(self.kv_a_layernorm, latent_BSL)
                 return self.keys_and_values(*project(normed, self.kv_b_proj), *key_and_tables)
 
             recipe = Recipe(recomputation, (1, 2), keys_and_values, (latent_BSL, k_BSR, *tables))
@@ -115,7 +122,7 @@ class MultiHeadLatentAttention(GatheringAttention):
             self.kv_a_proj_with_mqa,
         )
         if self.q_lora_rank is not None:
-            _, normed = self.q_a_layernorm.recomputed(query_BSx, recomputation)
+            _, normed = recomputed_norm(self.q_a_layernorm, query_BSx, recomputation)
             (query_BSx,) = project(normed, self.q_b_proj)
         latent_BSL, k_BSR = latent_and_key.split((self.kv_lora_rank, self.rotary.size), dim=-1)
         return query_BSx, latent_BSL, k_BSR

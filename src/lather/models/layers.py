@@ -117,30 +117,11 @@ class RMSNorm(nn.Module):
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         return dtype if wide == torch.float32 and dtype.itemsize < 4 and not is_compiled else None
 
-    def for_products(
-        self, x: Float[Tensor, "*batch d"]
-    ) -> tuple[Float[Tensor, "*batch d"], NormedRows]:
-        """Return x, and the output for one call of `project`, in the dtype of products if it should
-        be (`rounds_to`). What follows should use the returned x (`round_rms_norm`)."""
-        dtype = self.rounds_to(x)
-        if dtype is None:
-            return x, self(x)
+    def rounded(
+        self, x: Float[Tensor, "*batch d"], dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "*batch d"], RoundedRows]:
+        """See `round_rms_norm`."""
         return round_rms_norm(x, self._factor(), self.eps, dtype)
-
-    def recomputed(
-        self, x: Float[Tensor, "*batch d"], recomputation: Recomputation
-    ) -> tuple[Float[Tensor, "*batch d"], NormedRows]:
-        """Return `for_products(x)`, with rows that backward recomputes from x; if autograd saves
-        everything, the output as it is."""
-        if not recomputation.enabled:
-            return x, self(x)
-        x, rows = self.for_products(x)
-        if isinstance(rows, RoundedRows):
-            again = partial(self.rounded_again, dtype=rows.values.dtype)
-            recomputation.add((rows.values,), again, x)
-        else:
-            recomputation.add((rows,), lambda x: (self(x),), x)
-        return x, rows
 
     def added(
         self,
@@ -161,6 +142,41 @@ class RMSNorm(nn.Module):
         """Return what the norm made of x, for backward: rounded, and if `wide` not rounded, too."""
         y, y_wide = rounded_again(x, self._factor(), self.eps, dtype, wide=wide)
         return (y,) if y_wide is None else (y, y_wide)
+
+
+def rounds_to(norm: nn.Module, x: Tensor) -> torch.dtype | None:
+    """Return `RMSNorm.rounds_to(x)`; None for any other module in the place of a norm."""
+    # a subclass, like a module of another library, may compute something else
+    return norm.rounds_to(x) if type(norm) is RMSNorm else None
+
+
+def norm_for_products(
+    norm: nn.Module, x: Float[Tensor, "*batch d"]
+) -> tuple[Float[Tensor, "*batch d"], NormedRows]:
+    """Return x, and the norm's output for one call of `project`, in the dtype of products if it
+    should be (`rounds_to`). What follows should use the returned x (`round_rms_norm`)."""
+    dtype = rounds_to(norm, x)
+    if dtype is None:
+        return x, norm(x)
+    assert isinstance(norm, RMSNorm)
+    return norm.rounded(x, dtype)
+
+
+def recomputed_norm(
+    norm: nn.Module, x: Float[Tensor, "*batch d"], recomputation: Recomputation
+) -> tuple[Float[Tensor, "*batch d"], NormedRows]:
+    """Return `norm_for_products(norm, x)`, with rows that backward recomputes from x; if autograd
+    saves everything, the output as it is."""
+    if not recomputation.enabled:
+        return x, norm(x)
+    x, rows = norm_for_products(norm, x)
+    if isinstance(rows, RoundedRows):
+        assert isinstance(norm, RMSNorm)
+        again = partial(norm.rounded_again, dtype=rows.values.dtype)
+        recomputation.add((rows.values,), again, x)
+    else:
+        recomputation.add((rows,), lambda x: (norm(x),), x)
+    return x, rows
 
 
 class Linear(Deferrable, Rounding, nn.Linear):
