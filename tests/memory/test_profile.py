@@ -78,6 +78,17 @@ def test_a_layer_keeps_what_its_formulas_say() -> None:
     assert found.bytes(weights=True) == 0
 
 
+def test_in_bf16_the_numbers_of_a_norm_are_those_of_its_layer() -> None:
+    """Norms that write rounded rows keep fp32 numbers of the rows, like others."""
+    with worker_processes() as pool:
+        config = config_of("adamw", precision="bf16")
+        found = pool.submit(profile, config, Assumed()).result(timeout=120)
+    tokens, hidden = 32, 64
+    assert found.by_segment("embed_tokens") == {BETWEEN_SEGMENTS: 4 * tokens * hidden}
+    extra = found.bytes("layers.0", "attention") - found.bytes("layers.1", "attention")
+    assert extra == 2 * 4 * tokens * 16  # the rotary tables
+
+
 def test_tables_json_and_picture(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

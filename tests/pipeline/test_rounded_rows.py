@@ -114,9 +114,9 @@ def test_fp32_and_fp64_keep_plain_norms(monkeypatch: pytest.MonkeyPatch) -> None
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("rounded without autocast")
 
-    for name in ("added", "rounded_again"):
-        monkeypatch.setattr(RMSNorm, name, fail)
-    monkeypatch.setattr("lather.models.layers.round_rms_norm", fail)
+    monkeypatch.setattr(RMSNorm, "rounded_again", fail)
+    for name in ("round_rms_norm", "add_rms_norm"):
+        monkeypatch.setattr(f"lather.models.layers.{name}", fail)
     for dtype in (torch.float32, torch.float64, BF16):
         plain_step(model_of("deepseek_v2").to(dtype), micro_batch())
 

@@ -91,6 +91,21 @@ def test_a_weight_that_is_not_finite(step: TrainStep, tokens: Callable[..., Tens
     assert found == NanOrigin("before the step layers.1.input_layernorm.weight is not finite", True)
 
 
+@pytest.mark.parametrize("name", ["input_layernorm", "post_attention_layernorm"])
+def test_in_bf16_an_overflow_of_a_norm(
+    name: str, make_model: MakeModel, tokens: Callable[..., Tensor]
+) -> None:
+    """There norms write rounded rows, one of them with a branch added."""
+    model = make_model()
+    with torch.no_grad():
+        model.layers[1].get_submodule(name).weight.fill_(3e38)
+    step = train_step(model, AdamW(model.parameters()), micro_batch_size=2, precision="bf16")
+    text = finding(step, tokens).text
+    overflow = text.split("; ")[0]
+    assert overflow.startswith("a value became infinite at ")
+    assert overflow.endswith(f" in the forward pass of layers.1.{name}")
+
+
 def test_finite_passes(step: TrainStep, tokens: Callable[..., Tensor]) -> None:
     found = search(step.engine, Batch.of_tokens(tokens(0)))
     assert found == NanOrigin("", began=False)

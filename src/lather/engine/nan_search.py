@@ -106,7 +106,7 @@ class _WeightActions(Recorder):
 @contextlib.contextmanager
 def _naming_places(model: nn.Module, watch: _Watch) -> Iterator[None]:
     """Keep `watch.place` up to date while the passes of `model` run."""
-    seen: dict[Any, None] = {}  # nodes of the graph whose gradients have a hook
+    seen: dict[Any, None] = {}  # outputs of nodes of the graph whose gradients have a hook
 
     def set_place(place: str) -> None:
         watch.place = place
@@ -117,8 +117,9 @@ def _naming_places(model: nn.Module, watch: _Watch) -> Iterator[None]:
     def after(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, output: object) -> None:
             for x in tensors_in(output):
-                if x.grad_fn is not None and x.grad_fn not in seen:
-                    seen[x.grad_fn] = None  # inner modules come first
+                key = x.grad_fn, x.output_nr
+                if x.grad_fn is not None and key not in seen:
+                    seen[key] = None  # inner modules come first
                     x.register_hook(lambda _: set_place(f"the backward pass of {name}"))
 
         return hook

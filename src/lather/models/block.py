@@ -163,7 +163,7 @@ class Block(nn.Module):
             recomputation.add(tuple(rows), normed, residual_BSD)
             return [residual_BSD, *rows]
         copies = 2 if isinstance(self.mlp, MoE) and self.mlp.shared_experts is not None else 1
-        residual_BSD, *rows_BSD = norm.added(x_BSD, branch_BSD, dtype, copies=copies, wide=moe)
+        residual_BSD, *rows_BSD = norm(x_BSD, branch_BSD, dtype=dtype, copies=copies, wide=moe)
         rows = [rows_BSD.flatten(0, 1) for rows_BSD in rows_BSD]
 
         def again(residual_BSD: Tensor) -> tuple[Tensor, ...]:

@@ -97,9 +97,27 @@ class RMSNorm(nn.Module):
         """Return a fresh weight on CPU."""
         return torch.full_like(p, 0.0 if self.zero_centered else 1.0, device="cpu")
 
-    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        y = rms_norm(x, self._factor(), self.eps)
-        return y.to(torch.promote_types(x.dtype, self.weight.dtype)) if self.zero_centered else y
+    def forward(
+        self,
+        x: Float[Tensor, "*batch d"],
+        branch: Float[Tensor, "*batch d"] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        copies: int = 1,
+        wide: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Return the output. With a dtype return instead the tensors of `round_rms_norm`: x, the
+        rows, and what stands for them; or with a branch those of `add_rms_norm`."""
+        if dtype is None:
+            y = rms_norm(x, self._factor(), self.eps)
+            if not self.zero_centered:
+                return y
+            return y.to(torch.promote_types(x.dtype, self.weight.dtype))
+        if branch is None:
+            x, rows = round_rms_norm(x, self._factor(), self.eps, dtype)
+            return x, rows.values, rows.stand_in
+        factor = self._factor()
+        return add_rms_norm(x, branch, factor, self.eps, dtype, copies=copies, wide=wide)
 
     def _factor(self) -> Tensor:
         """Return what multiplies the normalized rows."""
@@ -116,25 +134,6 @@ class RMSNorm(nn.Module):
         is_compiled = self._compiled_call_impl is not None or torch.compiler.is_compiling()
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         return dtype if wide == torch.float32 and dtype.itemsize < 4 and not is_compiled else None
-
-    def rounded(
-        self, x: Float[Tensor, "*batch d"], dtype: torch.dtype
-    ) -> tuple[Float[Tensor, "*batch d"], RoundedRows]:
-        """See `round_rms_norm`."""
-        return round_rms_norm(x, self._factor(), self.eps, dtype)
-
-    def added(
-        self,
-        x: Float[Tensor, "*batch d"],
-        branch: Float[Tensor, "*batch d"],
-        dtype: torch.dtype,
-        *,
-        copies: int,
-        wide: bool,
-    ) -> tuple[Float[Tensor, "*batch d"], ...]:
-        """See `add_rms_norm`."""
-        factor = self._factor()
-        return add_rms_norm(x, branch, factor, self.eps, dtype, copies=copies, wide=wide)
 
     def rounded_again(
         self, x: Float[Tensor, "*batch d"], dtype: torch.dtype, *, wide: bool = False
@@ -158,8 +157,8 @@ def norm_for_products(
     dtype = rounds_to(norm, x)
     if dtype is None:
         return x, norm(x)
-    assert isinstance(norm, RMSNorm)
-    return norm.rounded(x, dtype)
+    x, values, stand_in = norm(x, dtype=dtype)
+    return x, RoundedRows(values, stand_in)
 
 
 def recomputed_norm(
