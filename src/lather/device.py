@@ -10,6 +10,7 @@ torch (`torch.utils.rename_privateuse1_backend`), for example the stand-in that 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -28,7 +29,7 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 flops per second that the makers state, by a part of the device's name; the first part
-that fits counts."""
+that fits (`has_word`) counts."""
 
 
 class Read(Enum):
@@ -125,7 +126,12 @@ def stated_peak_flops(device: torch.device) -> tuple[float, str] | None:
     """Return a GPU's dense bf16 flops per second that its maker states, and the part of its name by
     which they are known; None: not known."""
     name = gpu_module(device).get_device_name(device) if is_gpu(device) else ""
-    return next(((peak, part) for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return next(((peak, part) for part, peak in PEAK_FLOPS.items() if has_word(name, part)), None)
+
+
+def has_word(name: str, part: str) -> bool:
+    """Return whether `part` is whole words of a device's name: an RTX A1000 is no A100."""
+    return re.search(rf"\b{re.escape(part)}\b", name) is not None
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ from planned_configs import config_of
 
 from lather.cli import main
 from lather.config.toml_file import config_to_toml
+from lather.errors import ConfigError
 from lather.memory import plan_report
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.step_time import (
@@ -53,6 +54,8 @@ def test_kernels_launches_refreshes_and_transfers_are_added(planned: MemoryPlan)
     assert time.run_seconds == pytest.approx(planned.config.train.steps * time.seconds)
     assert time.mfu is None
     assert replace(time, scale=2.0).seconds == pytest.approx(2 * time.seconds)
+    graph = replace(planned.config, train=replace(planned.config.train, cuda_graph=True))
+    assert step_time(with_work(planned, work, config=graph)).passes == time.passes
     far = step_time(with_work(planned, work, world_size=16), machine=8)
     assert far.exchanges == pytest.approx(0.3e9 / LINK)
 
@@ -123,16 +126,20 @@ MakeRun = Callable[..., Path]
 def make_run(tmp_path: Path, planned: MemoryPlan) -> MakeRun:
     """Make the folder of a run with steps of 2 seconds."""
 
-    def make(*, steps: int = 4, device: str = "cpu", cuda: str | None = None) -> Path:
+    def make(
+        *, steps: int = 4, device: str | None = "cpu", cuda: str | None = None, since: int = 0
+    ) -> Path:
         run = tmp_path / "run"
         run.mkdir(exist_ok=True)
         (run / "config.toml").write_text(config_to_toml(planned.config))
         rows = [
-            {"step": step, "loss": 1.0, "step_seconds": 2.0, "refreshes_done": 0, "skipped": False}
+            {"step": step, "loss": 1.0, "step_seconds": 2.0 if step > since + 1 else 9.0}
+            | {"refreshes_done": 0, "skipped": False}
             for step in range(1, steps + 1)
         ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        start = {"ranks": "1 rank", "device": device, "cuda": cuda}
+        start = {"step": since, "ranks": "1 rank", "device": device, "cuda": cuda}
+        start = {key: value for key, value in start.items() if key == "cuda" or value is not None}
         (run / "provenance.json").write_text(json.dumps({"starts": [start]}))
         return run
 
@@ -149,6 +156,19 @@ def test_a_measured_run_corrects_the_prediction_of_its_own_step_to_what_was_meas
     assert time.seconds == pytest.approx(2.0)
 
 
+def test_steps_before_the_last_start_do_not_count(make_run: MakeRun) -> None:
+    run = measured_run(str(make_run(steps=9, since=5)), "cpu")
+    assert run is not None
+    assert run.seconds == 2.0
+
+
+def test_a_run_without_a_record_of_its_start_is_refused(make_run: MakeRun) -> None:
+    folder = make_run()
+    (folder / "provenance.json").unlink()
+    with pytest.raises(ConfigError, match=r"continue it for a few steps, or give one of h100"):
+        measured_run(str(folder), "cpu")
+
+
 def test_a_run_on_a_gpu_has_the_rates_of_its_device(make_run: MakeRun) -> None:
     run = measured_run(str(make_run(device="cuda", cuda="NVIDIA H200")), "gpu")
     assert run is not None
@@ -161,6 +181,9 @@ def test_a_run_on_a_gpu_has_the_rates_of_its_device(make_run: MakeRun) -> None:
     [
         ({}, "gpu", "rates of a GPU, with --device gpu: give --device cpu"),
         ({"steps": 0}, "cpu", "a run that has trained a step with a whole batch"),
+        ({"since": 4}, "cpu", "with a whole batch since its last start"),
+        ({"device": None}, "cpu", "does not say on which ranks and device"),
+        ({"device": "cuda", "cuda": "NVIDIA RTX A1000"}, "gpu", "not on NVIDIA RTX A1000: give"),
         ({"device": "cuda", "cuda": "NVIDIA GB10"}, "gpu", "not on NVIDIA GB10: give the most"),
     ],
 )
@@ -203,4 +226,9 @@ def test_the_lines_name_what_takes_the_time(planned: MemoryPlan) -> None:
         "predicted: 1.8 s a step, 571 tokens/s, MFU 0.1%; 20 d 06 h for the run's 1.00 B tokens"
     )
     assert second.startswith("of the step passes 1 s, optimizer 250 ms, exchanges 500 ms; nothing")
-    assert "rates of NVIDIA H100 80GB HBM3, assumed in part: worth 20 % either way" in second
+    assert "rates of NVIDIA H100 80GB HBM3, assumed in part: trainings of one GPU took" in second
+    epochs = replace(planned.config, train=replace(planned.config.train, epochs=3.0))
+    time = step_time(replace(planned, config=epochs))
+    assert (time.run_tokens, time.run_seconds) == (None, None)
+    first = plan_report.times(planned, time)[0]
+    assert first.endswith("; train.epochs counts the data, so no time for the run")

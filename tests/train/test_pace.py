@@ -15,6 +15,7 @@ from lather.config.config import Config
 from lather.data.batch_sizes import BatchSizes
 from lather.data.batches import Batches
 from lather.data.order import MixturePhase, Order
+from lather.device import stated_peak_flops
 from lather.engine.trained_parameters import outline
 from lather.files import read_rows
 from lather.models.model_flops import flops_per_token
@@ -65,6 +66,14 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     mesh = SimpleNamespace(device=torch.device("cuda"), size=1)  # type: ignore[assignment]
     assert meter(config, order, sizes, mesh).after(1, 64, 0.5).mfu == pytest.approx(useful / 312e12)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA RTX A1000 Laptop GPU", "NVIDIA GH200 480GB"])
+def test_a_gpu_with_a_similar_name_has_no_known_peak(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert stated_peak_flops(torch.device("cuda")) is None
 
 
 def time_left(steps: list[float], between: list[float], total: int) -> list[float]:

@@ -121,14 +121,17 @@ def times(plan: MemoryPlan, time: StepTime) -> list[str]:
         f"{name} {duration(scale * seconds)}" for name, seconds in parts.items() if seconds
     )
     corrected = (
-        "assumed in part: worth 20 % either way; --rates RUN corrects them"
+        f"assumed in part: {rates.compared}; --rates RUN corrects them"
         if scale == 1
         else f"times {scale:.2f}, as a step was measured"
     )
     bubble = f", with a bubble of {plan.bubble():.1%}" if plan.bubble() else ""
+    run = "train.epochs counts the data, so no time for the run"
+    if time.run_tokens is not None and time.run_seconds is not None:
+        run = f"{duration(time.run_seconds)} for the run's {short_number(time.run_tokens)} tokens"
     return [
         f"predicted: {duration(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s{mfu}; "
-        f"{duration(time.run_seconds)} for the run's {short_number(time.run_tokens)} tokens",
+        f"{run}",
         f"of the step {made_of}{bubble}; nothing overlaps; rates of {rates.name}, {corrected}",
     ]
 

@@ -22,9 +22,11 @@ from statistics import median
 from typing import Any
 
 from lather.config.config import Config
+from lather.config.run_folder import PROVENANCE
 from lather.config.toml_file import load_run
+from lather.device import has_word
 from lather.engine.trained_parameters import outline, train_only, trained_parameters
-from lather.errors import require
+from lather.errors import ConfigError, require
 from lather.files import read_rows, read_text
 from lather.memory.plan import MemoryPlan
 from lather.memory.work import MICRO_BATCHES, REFRESH, REST, Work
@@ -53,8 +55,8 @@ class StepTime:
     """Bytes between device and host."""
     tokens: int
     """Tokens of a step, all ranks together."""
-    run_tokens: int
-    """Tokens of the run."""
+    run_tokens: int | None
+    """Tokens of the run; None: they depend on the data (`train.epochs`)."""
     flops: float
     """Model flops of a token (`lather.models.model_flops`)."""
     peak: float
@@ -75,9 +77,9 @@ class StepTime:
         return self.flops * self.tokens_per_second / self.peak if self.peak else None
 
     @property
-    def run_seconds(self) -> float:
-        """Seconds of all steps of the run."""
-        return self.run_tokens / self.tokens_per_second
+    def run_seconds(self) -> float | None:
+        """Seconds of all steps of the run; None: they depend on the data."""
+        return None if self.run_tokens is None else self.run_tokens / self.tokens_per_second
 
 
 def step_time(plan: MemoryPlan, machine: int = 8) -> StepTime:
@@ -91,7 +93,8 @@ def step_time(plan: MemoryPlan, machine: int = 8) -> StepTime:
 
     def parts(work: Mapping[str, Work]) -> tuple[float, float]:
         host = rates.host_seconds
-        of_passes = kernels(work.get(MICRO_BATCHES, Work()), 0 if config.train.cuda_graph else host)
+        of_graph = 0 if config.train.cuda_graph and not rates.waits else host
+        of_passes = kernels(work.get(MICRO_BATCHES, Work()), of_graph)
         after = work.get(REST, Work()) + work.get(REFRESH, Work()) * (1 / frequency)
         return of_passes / (1 - plan.bubble()), kernels(after, host)
 
@@ -106,7 +109,7 @@ def step_time(plan: MemoryPlan, machine: int = 8) -> StepTime:
         exchange_seconds(plan, machine, rates.kinds["exchanges"].bytes),
         bus_seconds(plan),
         tokens=config.train.batch_size * length,
-        run_tokens=sizes.before(steps + 1) * length,
+        run_tokens=None if config.train.epochs else sizes.before(steps + 1) * length,
         flops=flops_per_token(model, config.model, length),
         peak=(config.log.peak_flops or rates.peak_flops) * plan.world_size,
     )
@@ -177,17 +180,29 @@ def measured_run(rates: str, device: Device) -> MeasuredRun | None:
 
 def _read_measured(path: Path, names: str) -> MeasuredRun:
     config = load_run(path)
-    growth = config.train.batch_growth_steps
     rows = [row for row in read_rows(path / "metrics.jsonl") if "step_seconds" in row]
-    rows = [row for row in rows if row["step"] > growth and not row["skipped"]]
-    require(bool(rows), "--rates", str(path), "a run that has trained a step with a whole batch")
-    start = json.loads(read_text(path / "provenance.json"))["starts"][-1]
-    name = "CPU" if start["device"] == "cpu" else str(start["cuda"])
-    rates = next((key for key in RATES if key.upper() in name), "")
+    step, world_size, name = _last_start(path, names)
+    first = max(step, config.train.batch_growth_steps)
+    rows = [row for row in rows if row["step"] > first and not row["skipped"]]
+    trained = "a run that has trained a step with a whole batch since its last start"
+    require(bool(rows), "--rates", str(path), trained)
+    rates = next((key for key in RATES if has_word(name, key.upper())), "")
     known = f"a run on a device with known rates, {names}, not on {name}: give the most similar"
     require(bool(rates), "--rates", str(path), known)
-    world_size = int(start["ranks"].split()[0])
     return MeasuredRun(config.resolved(), world_size, rates, typical_seconds(rows))
+
+
+def _last_start(path: Path, names: str) -> tuple[int, int, str]:
+    """Return the step, the number of ranks and the name of the device of a run's last start."""
+    try:
+        start = json.loads(read_text(path / PROVENANCE))["starts"][-1]
+        name = "CPU" if start["device"] == "cpu" else str(start["cuda"])
+        return int(start["step"]), int(start["ranks"].split()[0]), name
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise ConfigError(
+            f"--rates = {str(path)!r}: {PROVENANCE} does not say on which ranks and device the run "
+            f"was last started: continue it for a few steps, or give one of {names}"
+        ) from None
 
 
 def typical_seconds(rows: Sequence[Mapping[str, Any]]) -> float:

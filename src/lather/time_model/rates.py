@@ -13,8 +13,9 @@ takes the longer time.
 
 A measured rate names where it was measured; "kernels row" and "refresh row" are rows of
 an H100 in benchmarks/results/gpu, "the profile" is of a step of training-adamw on an H200
-(docs/log.md, 2026-11-27). All other rates are assumed, and give times within 20 % at best. Kernels
-that move bytes reach the same share of a copy's rate on both devices.
+(docs/log.md, 2026-11-27). All other rates are assumed; `RateTable.compared` says what
+predictions were compared with. Kernels that move bytes reach the same share of a copy's rate on
+both devices.
 Rates are those of large operands: neither the last wave of a product's tiles, nor short rows, nor a
 cache that holds what the launch before has written is part of the model.
 """
@@ -56,6 +57,8 @@ class RateTable:
     peak_flops: float
     """Dense bf16 flops per second that the maker states; the whole of which MFU is a share. 0: not
     known."""
+    compared: str = ""
+    """The trainings that predictions were compared with, and by how much they were off."""
     waits: bool = False
     """Whether the host waits for each launch, so that its time is added to that of the device."""
 
@@ -139,8 +142,15 @@ H100 = RateTable(
     host_seconds=25e-6,
     source="assumed: 3 to 5 ms of the host for a layer of 170 launches",
     peak_flops=PEAK_FLOPS["H100"],
+    compared="trainings of one GPU took 28 to 48 % longer, with older code",
 )
-H200 = replace(H100, name="NVIDIA H200", kinds=_kinds(4.15e12), peak_flops=PEAK_FLOPS["H200"])
+H200 = replace(
+    H100,
+    name="NVIDIA H200",
+    kinds=_kinds(4.15e12),
+    peak_flops=PEAK_FLOPS["H200"],
+    compared="trainings of one GPU took 13 to 25 % longer, with older code",
+)
 TABLES = (H100, H200)
 """The first is that of the tables in docs/gpu.md."""
 
@@ -157,7 +167,8 @@ def _like(table: RateTable, name: str, copy: float, peak: float) -> RateTable:
     }
     for kind in ("exchanges", TRANSFERS):
         kinds[kind] = table.kinds[kind]
-    return replace(table, name=name, kinds=kinds, source=source, peak_flops=peak)
+    compared = "never compared with a training"
+    return replace(table, name=name, kinds=kinds, source=source, peak_flops=peak, compared=compared)
 
 
 A100 = _like(H100, "NVIDIA A100", 1.8e12, PEAK_FLOPS["A100"])
@@ -188,6 +199,7 @@ CORE = RateTable(
     host_seconds=10e-6,
     source="measured: with the rates of small configurations",
     peak_flops=0.0,
+    compared="never compared uncorrected",
     waits=True,
 )
 RATES = {"h100": H100, "h200": H200, "a100": A100, "b200": B200, "cpu": CORE}
