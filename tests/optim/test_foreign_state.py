@@ -242,7 +242,7 @@ def test_a_loaded_group_keeps_the_keys_that_other_optimizers_do_not_save() -> No
 
 
 def test_a_state_of_muonium_from_before_some_of_its_options_has_its_defaults() -> None:
-    """Its states are compared with the package in tests/integrations/test_muonium.py."""
+    """Compare two states; tests/integrations/test_muonium.py has the package itself."""
     state = {"momentum_buffer": torch.ones(4, 8), "lr_ratio": torch.ones(())}
     group = {"algorithm": "muon", "use_muon": True, "wd": 0.1, "lr": 0.02, "momentum": 0.9}
     options = {"use_cautious_wd": True, "orthogonalization_strategy": "polar_express"}
