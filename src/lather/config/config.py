@@ -211,10 +211,8 @@ class Config:
         beta, has_mtp = self.train.dpo_beta, self.model.num_nextn_predict_layers > 0
         constraint = "0 with multi-token prediction, whose blocks have no loss for pairs"
         require(not (beta and has_mtp), "train.dpo_beta", beta, constraint)
-        rises = (
-            "with train.dpo_beta, which raises the validation loss, the cross entropy of chosen "
-        )
-        rises += "and rejected answers"
+        rises = "with train.dpo_beta, which raises the validation loss: the cross entropy of all "
+        rises += "answers, chosen and rejected"
         patience, keep_best = self.train.patience, self.checkpoint.keep_best
         require(not (beta and patience), "train.patience", patience, f"0 {rises}")
         require(not (beta and keep_best), "checkpoint.keep_best", keep_best, f"false {rises}")
