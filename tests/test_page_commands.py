@@ -57,6 +57,7 @@ CHANGED = {
     "--train.sequence-length 2048": "--train.sequence-length 64",
     "runs/first@2000": "runs/first@200",
     "hellaswag,arc_easy": "questions --task-folder tasks",
+    "--sequence-length 1024": "--sequence-length 64",
     "import FOLDER": "import models/base",
     "runs/imported/config.toml": (
         "runs/imported/config.toml --train.steps 4 --train.sequence-length 64"
