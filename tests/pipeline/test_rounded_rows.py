@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lather.kernels import rms_norm
 from lather.models.adapted import add_adapters
 from lather.models.decoder import Decoder
-from lather.models.layers import RMSNorm
+from lather.models.layers import Linear, RMSNorm
 from lather.models.lora import LoraConfig
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.pipeline.segment_runner import RECOMPUTABLE
@@ -164,3 +164,59 @@ def test_any_module_may_stand_in_the_place_of_a_norm(
     wrapped = [module for module in model.modules() if isinstance(module, Wrapped)]
     assert len(wrapped) == (4 * len(model.layers) if kind is Wrapped else 0)
     assert all(module.num_calls for module in wrapped)
+
+
+class Adapted(nn.Module):
+    """An adapter of another library around a layer: both read the same rows."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.a = layer, nn.Linear(layer.in_features, 2, bias=False)
+        self.b = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3_moe", {}), ("deepseek_v2", {"q_lora_rank": 8})], ids=str
+)
+def test_adapters_of_other_libraries_keep_no_more_than_with_plain_norms(
+    family: str, changes: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """They read the rows in fp32, which backward widens again."""
+
+    def kept() -> tuple[int, dict[str, Tensor]]:
+        model = model_of(family, **changes)
+        torch.manual_seed(0)
+        for block in model.layers:
+            for name, layer in list(block.self_attn.named_children()):
+                if isinstance(layer, Linear):
+                    setattr(block.self_attn, name, Adapted(layer))
+        storages: dict[int, Tensor] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.detach()
+            return x.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            plain_step(model, micro_batch(), BF16)
+        return sum(x.untyped_storage().nbytes() for x in storages.values()), gradients(model)
+
+    num_bytes, actual = kept()
+    request.getfixturevalue("_plain_norms")
+    most, expected = kept()
+    assert num_bytes <= most
+    assert actual.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_hooks_on_layers_behind_a_latents_norm_run(bf16: bool) -> None:
+    model = model_of("deepseek_v2", q_lora_rank=8)
+    calls: Counter[str] = Counter()
+    for name in ("q_b_proj", "kv_b_proj"):
+        layer = model.layers[1].self_attn.get_submodule(name)
+        layer.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    with torch.autocast("cpu", BF16, enabled=bf16):
+        model(micro_batch().tokens_BS)
+    assert calls == {"q_b_proj": 1, "kv_b_proj": 1}

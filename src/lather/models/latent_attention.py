@@ -24,6 +24,7 @@ from lather.models.layers import (
     RMSNorm,
     norm_for_products,
     project,
+    project_alone,
     recomputed_norm,
 )
 from lather.models.lora import merged
@@ -96,7 +97,7 @@ class MultiHeadLatentAttention(GatheringAttention):
             )
         else:
             _, normed = recomputed_norm(self.kv_a_layernorm, latent_BSL, recomputation)
-            (kv_BSx,) = project(normed, self.kv_b_proj)
+            kv_BSx = project_alone(normed, self.kv_b_proj)
 
             def keys_and_values(
                 latent_BSL: Tensor, *key_and_tables: Tensor
@@ -123,7 +124,7 @@ class MultiHeadLatentAttention(GatheringAttention):
         )
         if self.q_lora_rank is not None:
             _, normed = recomputed_norm(self.q_a_layernorm, query_BSx, recomputation)
-            (query_BSx,) = project(normed, self.q_b_proj)
+            query_BSx = project_alone(normed, self.q_b_proj)
         latent_BSL, k_BSR = latent_and_key.split((self.kv_lora_rank, self.rotary.size), dim=-1)
         return query_BSx, latent_BSL, k_BSR
 

@@ -173,9 +173,16 @@ def recomputed_norm(
         assert isinstance(norm, RMSNorm)
         again = partial(norm.rounded_again, dtype=rows.values.dtype)
         recomputation.add((rows.values,), again, x)
+        # a module that is no `Linear` reads the rows widened
+        rows = replace(rows, when_widened=lambda x: _add_widened(x, rows.values, recomputation))
     else:
         recomputation.add((rows,), lambda x: (norm(x),), x)
     return x, rows
+
+
+def _add_widened(x: Tensor, values: Tensor, recomputation: Recomputation) -> None:
+    dtype = x.dtype
+    recomputation.add((x,), lambda values: (values.to(dtype),), values)
 
 
 class Linear(Deferrable, Rounding, nn.Linear):
@@ -193,8 +200,9 @@ class Linear(Deferrable, Rounding, nn.Linear):
         super().__init__(in_features, out_features, bias)
         self.register_module("lora", None)
 
-    def forward(self, x: Float[Tensor, "*batch i"]) -> Float[Tensor, "*batch o"]:
+    def forward(self, x: NormedRows) -> Float[Tensor, "*batch o"]:
         if self.memory == "reference":
+            x = x.widened() if isinstance(x, RoundedRows) else x
             return F.linear(x, merged(self.weight, self.lora), self.bias)
         return project(x, self)[0]
 
@@ -238,6 +246,13 @@ def project(
         )
         outputs[index] = torch.add(outputs[index], added, alpha=adapter.scale)
     return tuple(outputs[: len(linears)])
+
+
+def project_alone(x: NormedRows, layer: nn.Module) -> Float[Tensor, "*batch o"]:
+    """Return `project(x, layer)`, but call the layer, so that hooks on it run."""
+    if isinstance(x, RoundedRows) and not isinstance(layer, Linear):
+        x = x.widened()
+    return layer(x)
 
 
 @dataclass(frozen=True)

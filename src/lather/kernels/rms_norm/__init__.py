@@ -15,6 +15,7 @@ copies, and the gradient of the residual stream, in the pass that it makes anywa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,8 @@ class RoundedRows:
     stand_in: Tensor
     """Stands for the rows in autograd: of their shape, without memory of its own, and without
     meaningful values."""
+    when_widened: Callable[[Tensor], None] | None = None
+    """Called with the result of `widened`, before anything reads it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,7 +63,10 @@ class RoundedRows:
 
     def widened(self) -> Tensor:
         """Return the rows as a tensor of autograd, in the dtype of their gradient."""
-        return _Widened.apply(self.stand_in, self.values)  # type: ignore[no-untyped-call]
+        x: Tensor = _Widened.apply(self.stand_in, self.values)  # type: ignore[no-untyped-call]
+        if self.when_widened is not None:
+            self.when_widened(x)
+        return x
 
 
 class _Widened(torch.autograd.Function):
