@@ -65,3 +65,11 @@ def test_gradients_are_those_of_plain_autograd(dtypes: tuple[torch.dtype | None,
 def test_the_sum_in_parentheses_is_not_rounded() -> None:
     one, tiny = torch.ones(1, 1), torch.full((1, 1), 2.0**-10, dtype=BF16)
     assert residual_sum(-one, one.to(BF16), tiny).item() == 2.0**-10
+
+
+@on_each(reference, triton)
+def test_the_sum_has_the_dtype_of_the_residual(implementation: ModuleType) -> None:
+    x, a, b = draw(BF16, BF16, torch.float32)
+    out = implementation.add_terms(x, a, b)
+    assert_close(out, (x.float() + (a.float() + b)).to(BF16), BF16)
+    assert out.dtype == BF16

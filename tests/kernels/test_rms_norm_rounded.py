@@ -60,6 +60,23 @@ def test_forward_against_the_reference(
         assert (number == 0 and branch_dtype is None) == (of_kernel is x)
 
 
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("weight_dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("branch_dtype", [BF16, torch.float16, torch.float32], ids=str)
+def test_a_narrow_stream_keeps_its_dtype(
+    implementation: ModuleType, branch_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    x, branch, weight = draw(63, 33, BF16, branch_dtype)
+    total, y, wide, inverse_rms = implementation.forward_rounded(
+        x, branch, weight.to(weight_dtype), EPS, BF16, wide=True
+    )
+    assert_close(total, (x.float() + branch.float()).to(BF16), BF16)
+    assert (total.dtype, y.dtype, wide.dtype) == (BF16, BF16, torch.float32)
+    expected = total.float() * inverse_rms * weight.to(weight_dtype)
+    for made in (y, wide):
+        assert_close(made.float(), expected, BF16)
+
+
 @INTERPRETER
 @pytest.mark.parametrize("branch_dtype", [None, BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("passes", [False, True], ids=["alone", "with the stream's"])
@@ -178,3 +195,10 @@ def test_a_branch_of_another_shape_is_refused() -> None:
     x, branch, weight = draw(6, 8, torch.float32, BF16)
     with pytest.raises(ValueError, match=r"branch has shape \(5, 8\) with x \(6, 8\)"):
         validate(x, weight, branch[:5])
+
+
+@pytest.mark.parametrize("copies", [0, 3])
+def test_other_numbers_of_copies_are_refused(copies: int) -> None:
+    x, branch, weight = draw(6, 8, torch.float32, BF16)
+    with pytest.raises(ValueError, match=f"copies is {copies}: has to be 1 or 2"):
+        add_rms_norm(x, branch, weight, EPS, BF16, copies=copies, wide=True)

@@ -104,9 +104,9 @@ def add_rms_norm(
     to this dtype, once for each of its readers; and the same not rounded, if `wide`.
 
     The `copies` share memory, but each takes the gradient of its reader, in this dtype, and
-    backward adds them in fp32. At most two. Errors as of `rms_norm`, and ValueError unless the
-    branch has the shape of x."""
-    validate(x, weight, branch)
+    backward adds them in fp32. Errors as of `rms_norm`, and ValueError unless the branch has the
+    shape of x and there are one or two copies."""
+    validate(x, weight, branch, copies)
     return _RoundedFunction.apply(x, branch, weight, eps, dtype, copies, wide)  # type: ignore[no-untyped-call]
 
 
@@ -204,9 +204,9 @@ def _in_reference(weight_D: Tensor) -> bool:
     return torch.compiler.is_compiling() or len(weight_D) > WIDEST
 
 
-def validate(x: Tensor, weight_D: Tensor, branch: Tensor | None = None) -> None:
-    """Raise ValueError for shapes that do not match, TypeError for a dtype that is not floating
-    point."""
+def validate(x: Tensor, weight_D: Tensor, branch: Tensor | None = None, copies: int = 1) -> None:
+    """Raise ValueError for shapes that do not match and for other than one or two copies, TypeError
+    for a dtype that is not floating point."""
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}: has to be floating point")
     if x.dim() == 0 or weight_D.shape != x.shape[-1:]:
@@ -218,3 +218,5 @@ def validate(x: Tensor, weight_D: Tensor, branch: Tensor | None = None) -> None:
         raise ValueError(
             f"branch has shape {tuple(branch.shape)} with x {tuple(x.shape)}: has to be equal"
         )
+    if copies not in (1, 2):  # the kernel adds the gradients of two, and of the wide rows
+        raise ValueError(f"copies is {copies}: has to be 1 or 2")

@@ -45,11 +45,11 @@ def forward_rounded(
     *,
     wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return t, y in this dtype, y as `forward` has it if `wide`, and r. Without a branch t is
-    x."""
-    total = x if branch is None else x + branch
+    """Return t in the dtype of x, y in this dtype, y in that of r if `wide`, and r. Without a
+    branch t is x."""
+    total = x if branch is None else (x + branch).to(x.dtype)
     y, inverse_rms = forward(total, weight_D, eps)
-    return total, y.to(dtype), y if wide else None, inverse_rms
+    return total, y.to(dtype), y.to(inverse_rms.dtype) if wide else None, inverse_rms
 
 
 def backward_rounded(
