@@ -201,6 +201,7 @@ def _rms_norm(s: ModelSizes) -> Calls:
         )
         yield forward, x, weight, 1e-6
         yield backward, _floats(s.t * copies, width), x, weight, inverse_rms
+        yield forward_rounded, x, None, weight, 1e-6, s.dtype, {"wide": False}  # a latent
     # the residual stream is in fp32
     narrow, wide, weight, inverse_rms = (
         s.tokens(s.d),
