@@ -250,6 +250,13 @@ MUTATIONS = (
         "models/test_layers.py",
     ),
     Mutation(
+        "kernels: a norm adds the gradient of one reader of its rows only",
+        "kernels/rms_norm/__init__.py",
+        "grads = [grad for grad in of_rows if grad is not None]",
+        "grads = [grad for grad in of_rows[:1] if grad is not None]",
+        "kernels/test_rms_norm_rounded.py",
+    ),
+    Mutation(
         "kernels: experts' gradients forget those of earlier micro-batches",
         "kernels/grouped_weight_gradient/triton.py",
         "total += tl.load(before_ptr + at, mask=exists, other=0.0)",

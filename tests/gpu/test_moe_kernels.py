@@ -3,6 +3,7 @@ device, and the bandwidth reached."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from torch import Tensor
 from lather.kernels import combine, gather, route, swiglu
 from lather.kernels.backend import use_triton
 from lather.kernels.grouped_weight_gradient import outer_product_sums, reference
-from lather.kernels.rms_norm import rms_norm
+from lather.kernels.residual_sum import residual_sum
+from lather.kernels.rms_norm import add_rms_norm, rms_norm
 from lather.kernels.rotary import rotate_halves, rotate_pairs
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU, Gate
 from lather.models.layers import weight_product
@@ -382,6 +384,43 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
         y = rms_norm(*leaves, 1e-6)
         results.append((y.detach(), *torch.autograd.grad(y, leaves, grad.to(device, y.dtype))))
     assert_same(*results, dtype)
+
+
+@pytest.mark.parametrize("shape", [(63, 33), (5, 2048), (1000, 128), (3, 4100)], ids=str)
+def test_a_norm_with_rounded_rows_and_the_sum_behind_it(shape: tuple[int, int]) -> None:
+    """The stream in fp32, its branches in bf16: a sum, two copies of rounded rows, rows in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    narrow = torch.bfloat16
+    x, branch, other, *grads = (torch.randn(shape, generator=generator) for _ in range(8))
+    weight = torch.rand(shape[1], generator=generator)
+    results = []
+    for device in ("cuda", "cpu"):
+        inputs = (x, branch.to(narrow), weight, other.to(narrow))
+        leaves = [one.to(device).requires_grad_() for one in inputs]
+        made = add_rms_norm(*leaves[:3], 1e-6, narrow, copies=2, wide=True)
+        outputs = (*made, residual_sum(made[0], leaves[1], leaves[3]))
+        to_outputs = [grad.to(y) for grad, y in zip(grads, outputs, strict=True)]
+        of_leaves = torch.autograd.grad(outputs, leaves, to_outputs)
+        results.append((*(y.detach() for y in outputs), *of_leaves))
+    for on_device, expected in zip(*results, strict=True):
+        assert on_device.dtype == expected.dtype
+        assert_same((on_device,), (expected,), expected.dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "chosen", "rows"), [(63, 3, 200), (1, 1, 1), (500, 8, 4000)])
+def test_values_of_slots_and_rows(tokens: int, chosen: int, rows: int, dtype: torch.dtype) -> None:
+    """A third of the slots have no row."""
+    generator = torch.Generator().manual_seed(0)
+    value_TK = torch.randn(tokens, chosen, generator=generator).to(dtype)
+    row_TK = torch.randperm(rows, generator=generator)[: tokens * chosen].view(tokens, chosen)
+    row_TK[torch.rand(tokens, chosen, generator=generator) < 1 / 3] = -1
+    expected_G = route.reference.rows_from_slots(value_TK, row_TK, rows)
+    kernels = importlib.import_module("lather.kernels.route.triton")
+    value_G = kernels.rows_from_slots(value_TK.cuda(), row_TK.cuda(), rows)
+    assert value_G.cpu().equal(expected_G)
+    back_TK = kernels.slots_from_rows(value_G, row_TK.cuda())
+    assert back_TK.cpu().equal(route.reference.slots_from_rows(expected_G, row_TK))
 
 
 @DTYPES
