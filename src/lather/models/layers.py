@@ -171,10 +171,10 @@ def recomputed_norm(
     x, rows = norm_for_products(norm, x)
     if isinstance(rows, RoundedRows):
         assert isinstance(norm, RMSNorm)
-        again = partial(norm.rounded_again, dtype=rows.values.dtype)
-        recomputation.add((rows.values,), again, x)
+        values = rows.values
+        recomputation.add((values,), partial(norm.rounded_again, dtype=values.dtype), x)
         # a module that is no `Linear` reads the rows widened
-        rows = replace(rows, when_widened=lambda x: _add_widened(x, rows.values, recomputation))
+        rows = replace(rows, when_widened=lambda x: _add_widened(x, values, recomputation))
     else:
         recomputation.add((rows,), lambda x: (norm(x),), x)
     return x, rows
