@@ -180,7 +180,8 @@ def test_ranges_of_steps_hold_both_ends() -> None:
 
 
 def result(loss: float, norm: float = 1.0) -> StepResult:
-    return StepResult(loss, math.nan, math.nan, torch.zeros(0, 0), 8, grad_norm=norm)
+    counts_LE = torch.zeros(0, 0, dtype=torch.int64)
+    return StepResult(loss, math.nan, math.nan, counts_LE, 8, grad_norm=norm)
 
 
 def noise(number: int, seed: int = 0) -> list[tuple[float, float]]:
