@@ -3,6 +3,7 @@ that resume between two spikes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,15 @@ def trainings(rank: int, world_size: int, folder: Path) -> dict[str, list[int]]:
     return steps
 
 
+def one_step(folder: Path, name: str, gradients: Callable[..., StepReading]) -> None:
+    """Take a step on each mesh with these passes, and search for what is not finite."""
+    with patch.object(Engine, "launch_gradients", gradients):
+        for mesh, parallel in MESHES.items():
+            config = config_of(folder, f"{mesh} {name}", parallel)
+            loop = replace(config.train, steps=1)
+            start(replace(config, train=loop, debug=DebugConfig(nan=True)))
+
+
 def bent_runs(rank: int, world_size: int, folder: Path) -> None:
     """Take a step in which a layer of rank 1 makes a NaN, which reaches all ranks."""
     gradients = Engine.launch_gradients
@@ -87,23 +97,23 @@ def bent_runs(rank: int, world_size: int, folder: Path) -> None:
         finally:
             hook.remove()
 
-    with patch.object(Engine, "launch_gradients", bent):
-        for name, parallel in MESHES.items():
-            config = config_of(folder, f"{name} bent", parallel)
-            loop = replace(config.train, steps=1)
-            start(replace(config, train=loop, debug=DebugConfig(nan=True)))
+    one_step(folder, "bent", bent)
+
+
+def origin_in(run_dir: Path) -> str:
+    """Return the only rank, and what it found, of the only suspect step of a run."""
+    (suspect,) = [row for row in read_rows(run_dir / "metrics.jsonl") if "suspect" in row]
+    (origin,) = suspect["origin"]
+    return str(origin)
 
 
 def test_the_rank_on_which_a_nan_began_is_named(tmp_path: Path) -> None:
     make_poisoned(tmp_path)
     run_ranks(bent_runs, 2, tmp_path, timeout=100)
-    for name in MESHES:
-        rows = read_rows(tmp_path / f"{name} bent" / "metrics.jsonl")
-        (suspect,) = [row for row in rows if "suspect" in row]
-        layer = 1 if name == "pp2" else 0
+    for mesh in MESHES:
+        layer = 1 if mesh == "pp2" else 0
         place = f"NaN began at sqrt.default in the forward pass of layers.{layer}.self_attn"
-        (origin,) = suspect["origin"]
-        assert origin.startswith(f"rank 1: {place}")
+        assert origin_in(tmp_path / f"{mesh} bent").startswith(f"rank 1: {place}")
 
 
 def spoiled_runs(rank: int, world_size: int, folder: Path) -> None:
@@ -117,21 +127,14 @@ def spoiled_runs(rank: int, world_size: int, folder: Path) -> None:
                 next(last.parameters()).fill_(torch.nan)
         return gradients(engine, *args, **options)
 
-    with patch.object(Engine, "launch_gradients", spoiled):
-        for name, parallel in MESHES.items():
-            config = config_of(folder, f"{name} spoiled", parallel)
-            loop = replace(config.train, steps=1)
-            start(replace(config, train=loop, debug=DebugConfig(nan=True)))
+    one_step(folder, "spoiled", spoiled)
 
 
 def test_the_rank_with_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
     make_poisoned(tmp_path)
     run_ranks(spoiled_runs, 2, tmp_path, timeout=100)
-    for name in MESHES:
-        rows = read_rows(tmp_path / f"{name} spoiled" / "metrics.jsonl")
-        (suspect,) = [row for row in rows if "suspect" in row]
-        (origin,) = suspect["origin"]
-        assert origin.startswith("rank 1: before the step ")
+    for mesh in MESHES:
+        assert origin_in(tmp_path / f"{mesh} spoiled").startswith("rank 1: before the step ")
 
 
 def test_ranks_skip_the_same_steps_and_resume_to_the_same_bits(tmp_path: Path) -> None:
