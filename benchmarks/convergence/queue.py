@@ -9,23 +9,25 @@ once more; then the study stops with its error.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from benchmarks.convergence.study import Row, Study, Trial, rows_by_key
 from benchmarks.convergence.training import forget, perform
 from lather.data.opening import open_datasets
-from lather.errors import UserError
+from lather.errors import RunError, UserError
 from lather.files import lock_folder
 from lather.sweep.queue import ProcessQueue
 
@@ -52,10 +54,18 @@ class Queue:
         """Make runs until none is wanted, or for about `seconds`; returns whether the study is
         done."""
         # children hold the lock, too: after a kill it is free when the last of them has saved
-        with lock_folder(self.folder, str(self.folder), "--out", LOCK_TRIES):
+        with self._lock():
             self.rows = read_rows(self.folder / "rows.jsonl")
             self._prepare_data()
             return ProcessQueue(self.workers, self._wanted, self._start, self._ended).work(seconds)
+
+    def _lock(self) -> IO[str]:
+        """Lock the folder, which children of a killed process may still hold for a while."""
+        for _ in range(LOCK_TRIES - 1):
+            with contextlib.suppress(RunError):
+                return lock_folder(self.folder, str(self.folder), "--out")
+            time.sleep(1)
+        return lock_folder(self.folder, str(self.folder), "--out")
 
     def _wanted(self) -> dict[str, Trial]:
         return {trial.key: trial for trial in self.study.wanted(self.rows)}

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -230,11 +229,10 @@ def _take(lock: int, aside: Path, target: Path) -> None:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-def lock_folder(folder: Path, name: str, option: str, tries: int = 1) -> IO[str]:
+def lock_folder(folder: Path, name: str, option: str) -> IO[str]:
     """Make a folder and lock it for this process and those that it forks, until all of them have
-    closed the returned file, which the caller has to keep. `tries`: how often to try, once a
-    second. Raises RunError, with the folder's `name` and the `option` that names another, if it is
-    in use or cannot be written."""
+    closed the returned file, which the caller has to keep. Raises RunError, with the folder's
+    `name` and the `option` that names another, if it is in use or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a")
@@ -242,14 +240,14 @@ def lock_folder(folder: Path, name: str, option: str, tries: int = 1) -> IO[str]
         raise RunError(
             f"{name} cannot be written ({reason(error, folder)}): give another {option}"
         ) from None
-    for number in range(tries):
-        if number:
-            time.sleep(1)
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-    lock.close()
-    raise RunError(f"{name} is in use by another process: wait for it, or give another {option}")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise RunError(
+            f"{name} is in use by another process: wait for it, or give another {option}"
+        ) from None
+    return lock
 
 
 def write_json(file: Path, content: Mapping[str, Any], indent: int = 2) -> None:

@@ -266,7 +266,11 @@ NAMES = (
     Name("", "chat_template", "lather data make takes conversations and their template"),
     Name("", "num_cycles lr_scheduler_kwargs", "optim.schedule has one cycle: leave it out"),
     Name("", "trust_remote_code", "no code is loaded with a model: leave it out"),
-    Name("", "ema ema_decay", "no average of weights is kept: leave it out"),
+    Name(
+        "train.average_timescale",
+        "ema ema_decay average_decay",
+        "the time constant of the average as a part of the run's steps",
+    ),
 )
 
 

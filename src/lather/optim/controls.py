@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lather.optim.linalg.scale import factors_between, norms, norms_of_any_scale
+from lather.optim.linalg.scale import column, factors_between, norms, norms_of_any_scale
 from lather.optim.options import Decay, Fraction, Size
 from lather.shapes import Float
 
@@ -133,7 +133,7 @@ def stepped(
 
 def scaled(x: Float[Tensor, "b *dims"], r: Float[Tensor, " b"]) -> Float[Tensor, "b *dims"]:
     """Return each matrix of x, scaled to the norm r; the same matrix where r is 0."""
-    return x * _column(factors_between(r, norms_of_any_scale(x)).where(r > 0, 1.0), x)
+    return x * column(factors_between(r, norms_of_any_scale(x)).where(r > 0, 1.0), x)
 
 
 def braked(
@@ -141,9 +141,9 @@ def braked(
 ) -> Float[Tensor, "b *dims"]:
     """Return U without the fraction `brake` of its part along -W."""
     r = norms(w)
-    direction = w / _column(r.clamp_min(torch.finfo(r.dtype).tiny), w)
+    direction = w / column(r.clamp_min(torch.finfo(r.dtype).tiny), w)
     radial = sums(u * direction).clamp_max(0.0)
-    return u - _column(brake * radial, u) * direction
+    return u - column(brake * radial, u) * direction
 
 
 def with_row_floor(w: Float[Tensor, "b m *dims"], floor: float) -> Float[Tensor, "b m *dims"]:
@@ -151,7 +151,7 @@ def with_row_floor(w: Float[Tensor, "b m *dims"], floor: float) -> Float[Tensor,
     the lengths of its rows; rows of zeros stay zero."""
     rows = norms(w.flatten(0, 1)).view(w.shape[:2])
     least = floor / math.sqrt(w.shape[1]) * norms(w)
-    return w * _column(factors_between(least.unsqueeze(1), rows).clamp_min(1.0), w)
+    return w * column(factors_between(least.unsqueeze(1), rows).clamp_min(1.0), w)
 
 
 def sums(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
@@ -159,8 +159,3 @@ def sums(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
     other bits than the same sum in a batch."""
     rows = x.flatten(1)
     return (rows.expand(2, -1) if len(rows) == 1 else rows).sum(1)[: len(rows)]
-
-
-def _column(factors: Tensor, like: Tensor) -> Tensor:
-    """Return factors (B) or (B, m) in a shape that multiplies the matrices, or rows, of `like`."""
-    return factors.view(*factors.shape, *[1] * (like.dim() - factors.dim()))

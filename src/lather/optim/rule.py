@@ -388,8 +388,3 @@ class RefreshingRule(Rule):
 def rms(u: Tensor) -> Tensor:
     """Return the root mean square of each matrix of u, (B,)."""
     return norms(u) / math.sqrt(math.prod(u.shape[1:]))
-
-
-def column(x: Tensor, like: Tensor) -> Tensor:
-    """Return x (B,) as (B, 1, ..., 1), which multiplies each matrix of `like` by its number."""
-    return x.view((len(x),) + (1,) * (like.dim() - 1))

@@ -97,3 +97,8 @@ def near_one(k: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
         if is_true(in_range.all(), Read.CHOICE):
             return k
     return k / powers_of_two(k)[:, None, None]
+
+
+def column(x: Tensor, like: Tensor) -> Tensor:
+    """Return x, (B,) or (B, m), in a shape that multiplies the matrices, or rows, of `like`."""
+    return x.view(*x.shape, *[1] * (like.dim() - x.dim()))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lather.optim.linalg.newton_schulz import update_scale
-from lather.optim.linalg.scale import factors_between, norms
+from lather.optim.linalg.scale import column, factors_between, norms
 from lather.optim.options import Rate
-from lather.optim.rule import Entry, Matrix, State, column
+from lather.optim.rule import Entry, Matrix, State
 from lather.optim.rules.muon import MuonRule
 
 

@@ -19,8 +19,9 @@ from lather.optim.linalg.eigenbasis import (
     rayleigh_quotients,
     update_eigenbasis_and_momentum,
 )
+from lather.optim.linalg.scale import column
 from lather.optim.options import Count, Interval, NonNegative, Range, at_least, is_number
-from lather.optim.rule import Entry, Matrix, RefreshingRule, Rule, State, column, rms
+from lather.optim.rule import Entry, Matrix, RefreshingRule, Rule, State, rms
 
 LONG = 8
 """Ratio of the sides of a matrix above which `sides="auto"` gives no basis to the longer side."""

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from lather.optim.linalg.kronecker import gram, precondition, unfold
-from lather.optim.linalg.scale import norms, norms_of_any_scale
+from lather.optim.linalg.scale import column, norms, norms_of_any_scale
 from lather.optim.options import Decay, NonNegative, Range, Rate, is_number
-from lather.optim.rule import Entry, Matrix, Rule, State, column, rms
+from lather.optim.rule import Entry, Matrix, Rule, State, rms
 from lather.optim.rules.adamw import AdamWRule
 from lather.optim.rules.bases import SidedRule, clip_rms
 from lather.shapes import Float

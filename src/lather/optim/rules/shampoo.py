@@ -17,9 +17,9 @@ from torch import Tensor
 from lather.kernels.adam_in_basis import adam_in_basis
 from lather.optim.linalg.eigenbasis import get_eigenbasis_eigh, is_zero, rayleigh_quotients
 from lather.optim.linalg.kronecker import precondition, update_kronecker_factors
-from lather.optim.linalg.scale import factors_between, norms
+from lather.optim.linalg.scale import column, factors_between, norms
 from lather.optim.options import Betas, Interval, NonNegative, Positive, Rate, Size
-from lather.optim.rule import Entry, Matrix, RefreshingRule, Rule, State, column
+from lather.optim.rule import Entry, Matrix, RefreshingRule, Rule, State
 from lather.optim.rules.adamw import AdamWRule, adam_moments
 from lather.optim.rules.bases import SidedRule
 

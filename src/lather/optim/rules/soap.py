@@ -29,8 +29,9 @@ from lather.optim.linalg.kronecker import (
     update_kronecker_factors,
 )
 from lather.optim.linalg.newton_schulz import orthogonalize, update_scale
+from lather.optim.linalg.scale import column
 from lather.optim.options import Betas, Interval, NonNegative, Range, Rate, is_number
-from lather.optim.rule import Entry, Matrix, Rule, State, column, rms
+from lather.optim.rule import Entry, Matrix, Rule, State, rms
 from lather.optim.rules.adamw import AdamWRule, adam_moments
 from lather.optim.rules.bases import BasisRule, Warmup, clip_rms
 
