@@ -217,9 +217,30 @@ MUTATIONS = (
     Mutation(
         "attention in pieces: gradients of keys copied in place of added up",
         "models/attention_pieces.py",
-        "            total_BGKU.add_(part_BGKU)",
-        "            total_BGKU.copy_(part_BGKU)",
-        "models/test_sliced_attention.py",
+        "dk_BGTN[keys] += dk",
+        "dk_BGTN[keys] = dk",
+        "models/test_attention_pieces.py",
+    ),
+    Mutation(
+        "attention in slices: the late slice's gradients of keys written over the early slice's",
+        "kernels/attention_slices/reference.py",
+        "sum_BKX[:, : x.shape[1]] += x",
+        "sum_BKX[:, : x.shape[1]] = x",
+        "models/test_sliced_attention.py kernels/test_attention_slices.py",
+    ),
+    Mutation(
+        "attention in slices: shares of outputs by the other's log-sum-exp",
+        "kernels/attention_slices/reference.py",
+        "(of_y_BHL - total_BHL).exp()",
+        "(total_BHL - of_y_BHL).exp()",
+        "models/test_sliced_attention.py kernels/test_attention_slices.py",
+    ),
+    Mutation(
+        "context ranks: the last slices in the order of the ranks",
+        "parallel/context_ranks.py",
+        "*reversed(last_CBHX.unbind())",
+        "*last_CBHX.unbind()",
+        "distributed/test_context.py",
     ),
     Mutation(
         "block masks: full for one of its queries",

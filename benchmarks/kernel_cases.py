@@ -84,6 +84,30 @@ def _adam_in_basis(s: ModelSizes) -> Calls:
         yield adam_in_basis, _floats(shape), moments, moments, 3, per_matrix
 
 
+def _attention_slices(s: ModelSizes) -> Calls:
+    from lather.kernels.attention_slices import KeyGradients
+    from lather.kernels.attention_slices.triton import merge_into, write_key_gradients
+
+    half, early, late = s.t // 2, s.t, 7 * s.t
+    # query heads, key-value heads, and the widths of keys and of values: grouped and latent
+    for heads, groups, widths in ((32, 4, (128, 128)), (16, 16, (192, 128))):
+        y_BLHU = _on_meta(1, half, heads, widths[1], dtype=s.dtype)
+        lse_BHL = _floats(1, heads, half)
+        yield merge_into, y_BLHU, lse_BHL, y_BLHU.clone(), lse_BHL.clone()
+        for first in (early, None):
+            rows = [
+                [
+                    None if length is None else _on_meta(1, length, groups * width, dtype=s.dtype)
+                    for length in (8 * s.t, s.t, late, first)
+                ]
+                for width in widths
+            ]
+            parts = [KeyGradients(*tensors) for _, *tensors in rows]  # type: ignore[arg-type]
+            starts = (0 if first is None else early, late)
+            totals = [total for total, *_ in rows]
+            yield write_key_gradients, totals, parts, starts, slice(0, 8 * s.t)
+
+
 def _combine(s: ModelSizes) -> Calls:
     from lather.kernels.combine.triton import combine_forward
 
@@ -275,6 +299,12 @@ def _stochastic_rounding(s: ModelSizes) -> Calls:
     yield round_to_bf16, _floats(shape), 3, _on_meta(shape, dtype=torch.bfloat16)
 
 
+def _sum_in_order(s: ModelSizes) -> Calls:
+    from lather.kernels.sum_in_order.triton import sum_in_order
+
+    yield sum_in_order, _on_meta(8, s.t * 1024, dtype=s.dtype)
+
+
 def _swiglu(s: ModelSizes) -> Calls:
     from lather.kernels.swiglu.triton import gate_forward, gate_gradient
 
@@ -329,6 +359,7 @@ def _unit_norm(s: ModelSizes) -> Calls:
 
 CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _adam_in_basis,
+    _attention_slices,
     _combine,
     _cross_entropy,
     _gather,
@@ -343,6 +374,7 @@ CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _rotary,
     _route,
     _stochastic_rounding,
+    _sum_in_order,
     _swiglu,
     _symmetric_product,
     _triangle,

@@ -76,19 +76,20 @@ def test_a_later_micro_batch_reads_the_sums_of_gradients_and_writes_no_more(
     assert 0 <= later["bytes_written"] - first["bytes_written"] < 1e7
 
 
-@pytest.mark.parametrize(("model", "most"), [("DeepSeek-V2-Lite", 53), ("Qwen3-30B-A3B", 51)])
+@pytest.mark.parametrize(("model", "most"), [("DeepSeek-V2-Lite", 21), ("Qwen3-30B-A3B", 15)])
 def test_context_ranks_launch_their_exchanges_and_wait_for_nothing(
     rows: dict[str, Any], model: str, most: int
 ) -> None:
-    """An exchange is packed, sent and unpacked. Gathering, gathering again and the sum of the
-    gradients take 14 launches, attention in pieces 35 or 36 more than one kernel for causal
-    attention of equally many queries and keys: 3 pieces forward, 6 backward, what merges outputs
-    and what adds up gradients. The kernel of the first norm does not add the gradient of the
-    residual stream, since that is the other part's, and latents are cast before they travel."""
+    """An exchange is packed, sent and unpacked: gathering, gathering again and the sum of the
+    gradients take 9 launches. Attention takes 5 more than one kernel for causal attention of
+    equally many queries and keys: a rectangle and what merges it forward, and in backward a
+    rectangle and what adds up the gradients of queries and of keys; where gradients of keys are so
+    large that they are made in three ranges, 6 more. The kernel of the first norm does not add the
+    gradient of the residual stream, since that is the other part's."""
     alone = rows[f"an MoE block of {model}: forward and backward"]["total"]
     shared = rows[f"an MoE block of {model}, a context rank of 8: forward and backward"]["total"]
     assert shared["host_waits"] == 0
-    assert 14 <= shared["launches"] - alone["launches"] <= most
+    assert shared["launches"] - alone["launches"] == most
     assert shared["unknown"] == {}
     assert shared["predicted_ms"]["attention backward, no mask"] > 10
     assert "flex attention" not in shared["predicted_ms"]

@@ -124,12 +124,14 @@ def test_gradients_have_the_same_bits_each_time() -> None:
 
 def test_slices_are_equal_and_in_order() -> None:
     """Each position is on one rank; gathered parts are in the order of the sequence."""
-    x_BTX = torch.arange(96.0).view(2, 16, 3)
+    tensors = torch.arange(96.0).view(2, 16, 3), torch.arange(320.0).view(2, 16, 2, 5)
     for size in (1, 2, 4, 8):
-        parts = [Context(rank, size).local(x_BTX) for rank in range(size)]
-        assert in_order(torch.stack(parts)).equal(x_BTX)
-        slices_CB2HX = torch.stack(parts).unflatten(2, (2, -1))
-        assert by_rank(x_BTX, size).equal(slices_CB2HX.transpose(1, 2))
+        parts = [[Context(rank, size).local(x) for x in tensors] for rank in range(size)]
+        assert in_order(torch.stack([x for x, _ in parts])).equal(tensors[0])
+        parts_CN = torch.stack([torch.cat([x.flatten() for x in part]) for part in parts])
+        assert by_rank(tensors, size).equal(parts_CN)
+        across = tensors[0].mT.contiguous().mT
+        assert by_rank((across, tensors[1]), size).equal(parts_CN)
         work = [sum(int(i) + 1 for i in Context(r, size).indices(16, CPU)) for r in range(size)]
         assert len(set(work)) == 1, "causal attention is equal work"
     assert Context(0, 2).slices(8) == (slice(0, 2), slice(6, 8))

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.implementations import INTERPRETER, assert_close, on_each
 from lather.kernels.rms_norm import (
     add_rms_norm,
+    narrow_rms_norm,
     reference,
     rms_norm,
     round_rms_norm,
@@ -202,3 +203,16 @@ def test_other_numbers_of_copies_are_refused(copies: int) -> None:
     x, branch, weight = draw(6, 8, torch.float32, BF16)
     with pytest.raises(ValueError, match=f"copies is {copies}: has to be 1 or 2"):
         add_rms_norm(x, branch, weight, EPS, BF16, copies=copies, wide=True)
+
+
+def test_a_narrow_output_and_its_gradient_are_those_of_plain_autograd() -> None:
+    """The output of a norm that travels, which is rounded, and takes its gradient as it is."""
+    x, grad, weight = draw(63, 33, BF16, BF16)
+    results = []
+    for norm in (rms_norm, lambda x, w, eps: narrow_rms_norm(x, w, eps, BF16)):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        y = norm(*leaves, EPS).to(BF16)
+        results.append((y, *torch.autograd.grad(y, leaves, grad)))
+    for actual, expected in zip(*results, strict=True):
+        assert actual.equal(expected)
+    assert narrow_rms_norm(x, weight, EPS, BF16).dtype == BF16

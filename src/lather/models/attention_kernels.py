@@ -3,7 +3,7 @@ flex attention.
 
 A `lather.models.token_positions.SequenceLayout` says which tokens a token attends to. Plain causal
 attention needs no mask. Windows, documents and slices of context ranks are pieces on a CPU, and
-flex attention's block mask on CUDA, where plain slices are pieces too if cuDNN takes them
+flex attention's block mask on CUDA, where cuDNN attends to plain slices if it takes them
 (`lather.models.sliced_attention`). A boolean mask of S x T elements remains for short rows on a
 CPU; on CUDA with a cache, because flex attention would be compiled again as T grows, and for what
 flex attention does not take (fp64, narrow heads). With sinks (GPT-OSS, arXiv:2508.10925) the
@@ -26,9 +26,8 @@ from lather.device import is_gpu
 from lather.models.attention_pieces import attend_in_pieces
 from lather.models.flex_attention import FLEX_DTYPES, FLEX_MIN_WIDTH, flexible_attention
 from lather.models.fused_attention import fused_attention
-from lather.models.piece_kernels import BY_CUDNN
 from lather.models.saving.recomputed import Make, Recomputation
-from lather.models.sliced_attention import cudnn_takes_slices
+from lather.models.sliced_attention import attend_in_slices, cudnn_takes_slices
 from lather.models.token_positions import SequenceLayout
 from lather.shapes import Float
 
@@ -61,10 +60,9 @@ def attend(
     elif (
         sinks_H is None
         and layout.is_sliced(window)
-        and cudnn_takes_slices((q, k, v), [start for _, start in layout.runs()])
+        and cudnn_takes_slices((q, k, v), starts := [start for _, start in layout.runs()])
     ):
-        pieces = layout.pieces(window, v.dtype)
-        y_BHSU = attend_in_pieces(q, k, v, pieces, scale, None, register, kernels=BY_CUDNN)
+        y_BHSU = attend_in_slices(q, k, v, starts, scale, register)
     elif (
         is_gpu(v)
         and layout.cache is None

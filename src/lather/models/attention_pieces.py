@@ -1,6 +1,6 @@
 """Attention without a mask of queries by keys: in pieces, each a call of a fused kernel
 (`lather.models.piece_kernels`) for a block of queries and a slice of keys. A CPU attends so to
-whatever is not plain and causal, a GPU to the plain slices of context ranks.
+whatever is not plain and causal.
 
 Every token attends to an interval of keys that ends with itself, because documents, windows and the
 slices of context ranks are all of that kind. The interval is cut where that saves a mask:
@@ -14,9 +14,7 @@ and the log-sum-exp of all keys, the kernel's backward gives each piece's part o
 logit without a value, in the log-sum-exp alone. The trade-off: a piece costs a call, about 0.1 ms
 on a CPU, so documents of few tokens take longer than one masked call for all would.
 
-Gradients of keys are added up in fp32, where many bands have the same keys. With plain slices a key
-is in two pieces at most: the sum of two is rounded once in any dtype, and needs no memory but for
-the gradients of one piece, of which a part is made at a time.
+Gradients of keys are added up in fp32, since many bands may have the same keys.
 
 Letters: B sequences, S queries, T keys, H heads, G key-value heads, N width of a query and key, U
 of a value, Q queries of a block, K keys of a piece.
@@ -25,7 +23,6 @@ of a value, Q queries of a block, K keys of a piece.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +33,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lather.models.fused_attention import Register
-from lather.models.piece_kernels import ON_CPU, PieceKernels, PieceOptions
+from lather.models.piece_kernels import ON_CPU, PieceOptions
 from lather.shapes import Bool, Float
 
 BLOCK = 64
 """Most queries of a band."""
-MOST_KEYS = 16384
-"""Most keys of a rectangle that backward differentiates at a time. Its gradients of keys exist
-beside their sums until they are added to these."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +81,6 @@ class Pieces:
     mask: Float[Tensor, "#b 1 q k"] | None
     """0 where a query of a masked piece attends to a key, -inf elsewhere, in the dtype of the
     queries; smaller pieces take its upper left corner. None: no piece is masked."""
-    num_nested: int = 0
-    """Number of keys of the last block, if a key is in one of its pieces and at most in one piece
-    of another block: then the last block's gradients of keys are written, and the other's added.
-    0: a key may be in more pieces."""
 
     @classmethod
     def of(
@@ -111,7 +101,7 @@ class Pieces:
             )
         )
         if not any(piece.masked for block in blocks for piece in block.pieces):
-            return cls(blocks, None, _num_nested(segments_of_rows) if window is None else 0)
+            return cls(blocks, None)
         assert window is not None
         distance_QK = torch.arange(BLOCK + window - 1, device=device) - torch.arange(
             BLOCK, device=device
@@ -130,15 +120,6 @@ class Pieces:
 def additive(mask: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
     """Return 0 where the mask is True, and -inf elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-
-
-def _num_nested(segments_of_rows: Sequence[Sequence[Segment]]) -> int:
-    """Return `Pieces.num_nested` for these segments without a window."""
-    (segments,) = segments_of_rows if len(segments_of_rows) == 1 else ((),)
-    if not 1 <= len(segments) <= 2 or any(segment.first for segment in segments):
-        return 0
-    last = segments[-1]
-    return last.start + last.tokens.stop - last.tokens.start
 
 
 def _blocks_of(rows: slice, segment: Segment, window: int | None) -> Iterator[QueryBlock]:
@@ -168,21 +149,19 @@ def attend_in_pieces(
     scale: float,
     sinks_H: Float[Tensor, " h"] | None,
     register: Register | None = None,
-    kernels: PieceKernels = ON_CPU,
 ) -> Float[Tensor, "b h s u"]:
-    """Attend with these kernels. Queries, keys and values have one dtype; of these, the output and
-    its log-sum-exps (B, H, S) backward needs no more. `register` gets the first three, and the
-    function that gives them the form that the kernel takes."""
-    width = max(q_BHSN.shape[-1], v_BGTU.shape[-1]) if kernels.equal_widths else 0
-    prepare = functools.partial(_of_width, width=width)
+    """Attend with the kernels of a CPU. Queries, keys and values have one dtype; of these, the
+    output and its log-sum-exps (B, H, S) backward needs no more. `register` gets the first three,
+    and the function that gives them the form that the kernel takes."""
+    prepare = functools.partial(of_width, width=max(q_BHSN.shape[-1], v_BGTU.shape[-1]))
     q, k, v = map(prepare, (q_BHSN, k_BGTN, v_BGTU))
     if register is not None:
         register((q, k, v), prepare)
-    y_BHSU: Tensor = _InPieces.apply(q, k, v, sinks_H, pieces, scale, kernels)  # type: ignore[no-untyped-call]
+    y_BHSU: Tensor = _InPieces.apply(q, k, v, sinks_H, pieces, scale)  # type: ignore[no-untyped-call]
     return y_BHSU[..., : v_BGTU.shape[-1]]
 
 
-def _of_width(x_BGTU: Tensor, width: int) -> Tensor:
+def of_width(x_BGTU: Tensor, width: int = 0) -> Tensor:
     """Return queries, keys or values as a kernel takes them: no narrower than `width`, and with
     neighboring elements side by side, on which the CPU's relies without a check."""
     if x_BGTU.shape[-1] < width:
@@ -200,9 +179,8 @@ class _InPieces(torch.autograd.Function):
         sinks_H: Tensor | None,
         pieces: Pieces,
         scale: float,
-        kernels: PieceKernels,
     ) -> Tensor:
-        y_BHSU = _by_token((*q_BHSN.shape[:3], v_BGTU.shape[-1]), q_BHSN)
+        y_BHSU = by_token((*q_BHSN.shape[:3], v_BGTU.shape[-1]), q_BHSN)
         lse_BHS = q_BHSN.new_empty(q_BHSN.shape[:3], dtype=_wide(q_BHSN))
         for block in pieces.blocks:
             at = block.rows, slice(None), block.tokens
@@ -210,10 +188,10 @@ class _InPieces(torch.autograd.Function):
             for piece in block.pieces:
                 keys = block.rows, slice(None), piece.keys
                 options = _options(piece, block, pieces.mask, scale)
-                parts.append(kernels.attend(q_BHSN[at], k_BGTN[keys], v_BGTU[keys], options))
+                parts.append(ON_CPU.attend(q_BHSN[at], k_BGTN[keys], v_BGTU[keys], options))
             _merge(parts, sinks_H, y_BHSU[at], lse_BHS[at])
         ctx.save_for_backward(q_BHSN, k_BGTN, v_BGTU, sinks_H, y_BHSU, lse_BHS)
-        ctx.pieces, ctx.scale, ctx.kernels = pieces, scale, kernels
+        ctx.pieces, ctx.scale = pieces, scale
         return y_BHSU
 
     @staticmethod
@@ -222,25 +200,26 @@ class _InPieces(torch.autograd.Function):
         q_BHSN, k_BGTN, v_BGTU, sinks_H, y_BHSU, lse_BHS = ctx.saved_tensors
         pieces: Pieces = ctx.pieces
         grad_BHSU = grad_BHSU if grad_BHSU.stride(-1) == 1 else grad_BHSU.contiguous()
-        dq_BHSN = _by_token(q_BHSN.shape, q_BHSN)
-        of_keys, of_values = (_KeyGradient(x, pieces) for x in (k_BGTN, v_BGTU))
-        for block in reversed(pieces.blocks):
+        dq_BHSN = by_token(q_BHSN.shape, q_BHSN)
+        dk_BGTN, dv_BGTU = (by_token(x.shape, x, _wide(x)).zero_() for x in (k_BGTN, v_BGTU))
+        for block in pieces.blocks:
             at = block.rows, slice(None), block.tokens
             q, y, grad = (x[at] for x in (q_BHSN, y_BHSU, grad_BHSU))
             lse, dq_pieces = lse_BHS[at].contiguous(), []
-            for piece in itertools.chain.from_iterable(map(_cut, block.pieces)):
+            for piece in block.pieces:
                 keys = block.rows, slice(None), piece.keys
                 options = _options(piece, block, pieces.mask, ctx.scale)
-                dq, dk, dv = ctx.kernels.differentiate(
+                dq, dk, dv = ON_CPU.differentiate(
                     grad, q, k_BGTN[keys], v_BGTU[keys], y, lse, options
                 )
                 dq_pieces.append(dq)
-                of_keys.add(block, keys, dk)
-                of_values.add(block, keys, dv)
+                dk_BGTN[keys] += dk
+                dv_BGTU[keys] += dv
                 del dk, dv  # before the next piece's are made
-            _write_sum(dq_pieces, dq_BHSN[at])
+            write_sum(dq_pieces, dq_BHSN[at])
         dsinks_H = _gradient_of_sinks(sinks_H, grad_BHSU, y_BHSU, lse_BHS)
-        return dq_BHSN, of_keys.total(), of_values.total(), dsinks_H, None, None, None
+        dk_BGTN, dv_BGTU = dk_BGTN.to(k_BGTN.dtype), dv_BGTU.to(v_BGTU.dtype)
+        return dq_BHSN, dk_BGTN, dv_BGTU, dsinks_H, None, None
 
 
 def _options(piece: KeyPiece, block: QueryBlock, mask: Tensor | None, scale: float) -> PieceOptions:
@@ -273,42 +252,7 @@ def _merge(
         torch.addcmul(torch.mul(*terms[0]), *terms[1], out=y_BHQU)
 
 
-class _KeyGradient:
-    """The gradient of keys or values, a sum over pieces; the head of this file says in which
-    dtype."""
-
-    def __init__(self, x_BGTU: Tensor, pieces: Pieces) -> None:
-        self._pieces, self._dtype = pieces, x_BGTU.dtype
-        dtype = self._dtype if pieces.num_nested else _wide(x_BGTU)
-        self._total = _by_token(x_BGTU.shape, x_BGTU, dtype)
-        rest = self._total[:, :, pieces.num_nested :]
-        if rest.numel():
-            rest.zero_()
-
-    def add(self, block: QueryBlock, keys: tuple[slice, slice, slice], part_BGKU: Tensor) -> None:
-        """Add the gradient of a block's piece; the last block comes first."""
-        total_BGKU = self._total[keys]
-        if self._pieces.num_nested and block is self._pieces.blocks[-1]:
-            total_BGKU.copy_(part_BGKU)
-        else:
-            total_BGKU.add_(part_BGKU)
-
-    def total(self) -> Tensor:
-        """Return the sum, in the dtype of the keys."""
-        return self._total.to(self._dtype)
-
-
-def _cut(piece: KeyPiece) -> Iterator[KeyPiece]:
-    """Yield a piece in parts of at most `MOST_KEYS` keys, if any part of it is a piece."""
-    first, stop = piece.keys.start, piece.keys.stop
-    if piece.causal or piece.masked:
-        yield piece
-    else:
-        for start in range(first, stop, MOST_KEYS):
-            yield KeyPiece(slice(start, min(start + MOST_KEYS, stop)))
-
-
-def _write_sum(parts: list[Tensor], out: Tensor) -> None:
+def write_sum(parts: list[Tensor], out: Tensor) -> None:
     """Write the sum of the parts of a gradient, rounded once."""
     *others, last = parts
     if not others:
@@ -332,7 +276,7 @@ def _gradient_of_sinks(
     return -(share_BHS * delta_BHS).sum((0, 2)).to(sinks_H.dtype)
 
 
-def _by_token(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def by_token(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty tensor of a shape (B, H, S, N) whose memory has the order of B, S, H, N."""
     b, h, s, n = shape
     return like.new_empty((b, s, h, n), dtype=dtype or like.dtype).transpose(1, 2)

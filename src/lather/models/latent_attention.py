@@ -23,6 +23,7 @@ from lather.models.layers import (
     NormedRows,
     RMSNorm,
     norm_for_products,
+    norm_in,
     project,
     project_alone,
     recomputed_norm,
@@ -137,7 +138,7 @@ class MultiHeadLatentAttention(GatheringAttention):
         dtype = query_BSx.dtype
 
         def normed(latent_BSL: Tensor) -> tuple[Tensor]:
-            return (self.kv_a_layernorm(latent_BSL).to(dtype),)
+            return (norm_in(self.kv_a_layernorm, latent_BSL, dtype),)
 
         shared = normed(latent_BSL)
         recomputation.add(shared, normed, latent_BSL)

@@ -30,6 +30,7 @@ from lather.kernels.backend import wide_product
 from lather.kernels.rms_norm import (
     RoundedRows,
     add_rms_norm,
+    narrow_rms_norm,
     rms_norm,
     round_rms_norm,
     rounded_again,
@@ -107,12 +108,15 @@ class RMSNorm(nn.Module):
         wide: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the output. With a dtype return instead the tensors of `round_rms_norm`: x, the
-        rows, and what stands for them; or with a branch those of `add_rms_norm`."""
+        rows, and what stands for them; without copies those of `narrow_rms_norm`; or with a branch
+        those of `add_rms_norm`."""
         if dtype is None:
             y = rms_norm(x, self._factor(), self.eps)
             if not self.zero_centered:
                 return y
             return y.to(torch.promote_types(x.dtype, self.weight.dtype))
+        if branch is None and not copies:
+            return narrow_rms_norm(x, self._factor(), self.eps, dtype)
         if branch is None:
             x, rows = round_rms_norm(x, self._factor(), self.eps, dtype)
             return x, rows.values, rows.stand_in
@@ -159,6 +163,16 @@ def norm_for_products(
         return x, norm(x)
     x, values, stand_in = norm(x, dtype=dtype)
     return x, RoundedRows(values, stand_in)
+
+
+def norm_in(
+    norm: nn.Module, x: Float[Tensor, "*batch d"], dtype: torch.dtype
+) -> Float[Tensor, "*batch d"]:
+    """Return the norm's output in this dtype, and take its gradient in it."""
+    if rounds_to(norm, x) != dtype:
+        return norm(x).to(dtype)
+    y: Tensor = norm(x, dtype=dtype, copies=0)
+    return y
 
 
 def recomputed_norm(

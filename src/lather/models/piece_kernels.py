@@ -54,8 +54,6 @@ class PieceKernels:
     ]
     """Gets the gradient of the output, queries, keys and values, and the output and log-sum-exps,
     contiguous, of all keys."""
-    equal_widths: bool
-    """Queries, keys and values need one width."""
 
 
 def _attend_on_cpu(
@@ -139,5 +137,5 @@ def _differentiate_by_cudnn(
     return dq_BHQN, dk_BGKN, dv_BGKU
 
 
-ON_CPU = PieceKernels(_attend_on_cpu, _differentiate_on_cpu, equal_widths=True)
-BY_CUDNN = PieceKernels(_attend_by_cudnn, _differentiate_by_cudnn, equal_widths=False)
+ON_CPU = PieceKernels(_attend_on_cpu, _differentiate_on_cpu)
+BY_CUDNN = PieceKernels(_attend_by_cudnn, _differentiate_by_cudnn)

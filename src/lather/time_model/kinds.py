@@ -206,6 +206,8 @@ TRITON: dict[str, str] = {
     "swiglu": "gates",
     "rms_norm": "norms, rotary, routes",
     "residual_sum": "elementwise",
+    "attention_slices": "elementwise",
+    "sum_in_order": "elementwise",
     "rotary": "norms, rotary, routes",
     "route": "norms, rotary, routes",
     "cross_entropy": "loss kernels",

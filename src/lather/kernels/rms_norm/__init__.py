@@ -110,6 +110,16 @@ def add_rms_norm(
     return _RoundedFunction.apply(x, branch, weight, eps, dtype, copies, wide)  # type: ignore[no-untyped-call]
 
 
+def narrow_rms_norm(
+    x: Float[Tensor, "*rows d"], weight: Float[Tensor, " d"], eps: float, dtype: torch.dtype
+) -> Float[Tensor, "*rows d"]:
+    """Return `rms_norm(x, weight, eps)` rounded to this dtype, in which its gradient is, too.
+    Errors as of `rms_norm`."""
+    validate(x, weight)
+    _, y = _RoundedFunction.apply(x, None, weight, eps, dtype, 1, False)  # type: ignore[no-untyped-call]
+    return y
+
+
 def rounded_again(
     x: Float[Tensor, "*rows d"],
     weight: Float[Tensor, " d"],
