@@ -101,6 +101,18 @@ def test_a_profile_that_cannot_be_written_leaves_a_note(make_config: MakeConfig)
     assert not profiler_is_on()
 
 
+def test_torch_makes_no_list_of_events_which_takes_most_of_the_time(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("torch.autograd.profiler.profile._parse_kineto_results")
+    part = StepProfile(
+        make_config(profile={"steps": "2"}), Mesh.single(torch.device("cpu")), Shown().note, 0
+    )
+    with part.step(2):
+        torch.ones(2) + 1
+    assert (part.folder / "steps-2-2" / "rank-0.json.gz").exists()
+
+
 @pytest.mark.parametrize("is_cut_off", [False, True])
 def test_a_trace_that_is_incomplete_leaves_a_note_and_no_file(
     is_cut_off: bool, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch

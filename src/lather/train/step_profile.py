@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -96,11 +97,11 @@ class StepProfile:
         if self.records_memory:
             record_memory_history(enabled=True)
         device = [ProfilerActivity.CUDA] if is_gpu(self.mesh.device) else []
-        self._profiler = profile(
-            activities=[ProfilerActivity.CPU, *device], record_shapes=True, acc_events=True
-        )
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *device], record_shapes=True)
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would write its addresses into the bar
-        self._profiler.start()
+        with warnings.catch_warnings():  # before 2.13 torch says that it keeps one cycle's events
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            self._profiler.start()
         if self.mesh.size > 1:  # the profiler takes its time to start, differently on each rank
             dist.barrier(group=self.mesh.control_group)
 
