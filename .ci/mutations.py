@@ -88,6 +88,20 @@ MUTATIONS = (
         "kernels/test_unit_norm.py",
     ),
     Mutation(
+        "kernels: the second part of a matrix is that of the sum",
+        "kernels/split_parts/triton.py",
+        "(x - hi.to(tl.float32))",
+        "(x + hi.to(tl.float32))",
+        "kernels/test_split_parts.py",
+    ),
+    Mutation(
+        "refreshes: second moments are multiplied by S",
+        "optim/linalg/eigenbasis.py",
+        "squares = turn.square()",
+        "squares = turn",
+        "optim/test_split_products.py",
+    ),
+    Mutation(
         "kernels: the gradient of a shared key leaves out most heads",
         "kernels/rotary/triton.py",
         "first += tl.load(from_shared + both[None, :], mask=inside, other=0.0).to(WIDE)",

@@ -175,6 +175,13 @@ def _momentum(s: ModelSizes) -> Calls:
     yield nesterov_, x, x, 0.95
 
 
+def _narrow_updates(s: ModelSizes) -> Calls:
+    from lather.kernels.narrow_updates.triton import change_by_
+
+    shape = (s.e, 2 * s.f, s.d)
+    yield change_by_, _floats(*shape), _on_meta(*shape, dtype=torch.bfloat16), 1e-4, 1e-2
+
+
 def _narrow_weights(s: ModelSizes) -> Calls:
     from lather.kernels.narrow_weights.triton import change_
 
@@ -292,6 +299,17 @@ def _remainder(s: ModelSizes) -> Calls:
     yield split, _floats(shape), *halves
 
 
+def _split_parts(s: ModelSizes) -> Calls:
+    from lather.kernels.split_parts.triton import split_parts
+
+    x = _floats(2, s.d, s.d)
+    hi, mid = (_on_meta(2, s.d, s.d, dtype=torch.bfloat16) for _ in range(2))
+    for source, rows in ((x, slice(None)), (x.mT, slice(None)), (x[:, 256:], slice(256, None))):
+        yield split_parts, source, hi[:, rows], mid[:, rows]
+    half = s.d // 2
+    yield split_parts, _floats(2, s.d, half), hi[:, :, :half], mid[:, :, :half]
+
+
 def _stochastic_rounding(s: ModelSizes) -> Calls:
     from lather.kernels.stochastic_rounding.triton import round_to_bf16
 
@@ -366,6 +384,7 @@ CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _grouped_weight_gradient,
     _linear_cross_entropy,
     _momentum,
+    _narrow_updates,
     _narrow_weights,
     _quantized,
     _remainder,
@@ -373,6 +392,7 @@ CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _rms_norm,
     _rotary,
     _route,
+    _split_parts,
     _stochastic_rounding,
     _sum_in_order,
     _swiglu,

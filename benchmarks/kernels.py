@@ -30,10 +30,12 @@ from lather.kernels.backend import use_triton
 from lather.kernels.grouped_weight_gradient import outer_product_sums
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.kernels.momentum import nesterov_
+from lather.kernels.narrow_updates import change_by_
 from lather.kernels.narrow_weights import change_
 from lather.kernels.quantized import dequantize, num_blocks, quantize_
 from lather.kernels.rms_norm import rms_norm
 from lather.kernels.rotary import join_shared_key, rotate_pairs, rotate_part
+from lather.kernels.split_parts import split_parts
 from lather.kernels.stochastic_rounding import round_to_bf16
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
 from lather.kernels.symmetric_product import add_symmetric_product
@@ -323,6 +325,17 @@ def _quantized(s: KernelSizes, device: torch.device) -> KernelCase:
     return KernelCase("quantize_ and dequantize", run, 10 * x.numel(), dtype=torch.float32)
 
 
+def _split_parts(s: KernelSizes, device: torch.device) -> KernelCase:
+    x = _Draw(s, device).normal(s.elements // s.d**2 + 1, s.d, s.d, dtype=torch.float32)
+    hi, mid = (torch.empty_like(x, dtype=torch.bfloat16) for _ in range(2))
+
+    def run() -> tuple[Tensor, ...]:
+        split_parts(x, hi, mid)
+        return hi, mid
+
+    return KernelCase("split_parts", run, 8 * x.numel())
+
+
 def _stochastic_rounding(s: KernelSizes, device: torch.device) -> KernelCase:
     x = _Draw(s, device).normal(s.elements, dtype=torch.float32)
     return KernelCase("round_to_bf16", lambda: round_to_bf16(x, 3), 6 * x.numel())
@@ -343,6 +356,17 @@ def _muon(s: KernelSizes, device: torch.device) -> KernelCase:
     g, b = (draw.normal(*shape, dtype=torch.float32) for _ in range(2))
     run = lambda: (unit_norm(nesterov_(b, g, 0.95), torch.bfloat16), b)  # noqa: E731
     return KernelCase("nesterov_ and unit_norm", run, 26 * g.numel())
+
+
+def _narrow_updates(s: KernelSizes, device: torch.device) -> KernelCase:
+    draw = _Draw(s, device)
+    w, u = draw.normal(s.elements, dtype=torch.float32), draw.normal(s.elements)
+
+    def run() -> Tensor:
+        change_by_(w, u, 1e-4, 1e-2)
+        return w
+
+    return KernelCase("change_by_ bf16 updates", run, 10 * w.numel(), dtype=torch.float32)
 
 
 def _narrow_weights(s: KernelSizes, device: torch.device) -> KernelCase:
@@ -433,8 +457,10 @@ CASES: dict[str, Callable[[KernelSizes, torch.device], KernelCase]] = {
         _route,
         _adam,
         _muon,
+        _narrow_updates,
         _narrow_weights,
         _quantized,
+        _split_parts,
         _stochastic_rounding,
         _symmetric_product,
         _triangle,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lather.kernels.momentum import nesterov_
+from lather.kernels.narrow_updates import change_by_
 from lather.kernels.narrow_weights import change_
 from lather.kernels.remainder import join
 from lather.kernels.unit_norm import reference, unit_norm
@@ -43,6 +44,15 @@ def test_unit_norms(shape: tuple[int, ...], scale: float) -> None:
     x[0, 0, 0] = torch.inf
     found = unit_norm(x.cuda(), torch.float32).isnan().all(-1).all(-1)
     assert found.tolist() == [True] + [False] * (len(x) - 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fp32_weights_by_bf16_updates(shape: tuple[int, ...]) -> None:
+    w, u = drawn(*shape, seed=0), drawn(*shape, seed=1).bfloat16()
+    on_cuda = w.cuda()
+    change_by_(on_cuda, u.cuda(), 0.01, 0.3)
+    change_by_(w, u, 0.01, 0.3)
+    torch.testing.assert_close(on_cuda.cpu(), w, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

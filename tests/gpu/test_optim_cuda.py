@@ -10,7 +10,13 @@ from torch.profiler import ProfilerActivity, profile
 from lather.optim import KLSOAP, SOAP, MatrixOptimizer, StackedSOAP
 from lather.optim.linalg import split_products
 from lather.optim.linalg.eigenbasis import iterate
-from lather.optim.linalg.split_products import SPLIT_ERROR, is_split, operand, split_product
+from lather.optim.linalg.split_products import (
+    SPLIT_ERROR,
+    SplitMatrix,
+    is_split,
+    operand,
+    split_product,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -231,6 +237,18 @@ def test_split_refreshes_are_orthonormal_and_as_diagonal_as_in_true_fp32(
         rest = rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))
         left.append(float(rest.norm() / rotated.norm()))
     assert left[0] <= 1.02 * left[1] + 1e-4
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_parts_of_a_matrix_have_the_bits_of_the_reference(transposed: bool) -> None:
+    x = torch.randn(3, 700, 333, generator=torch.Generator().manual_seed(0))
+    x[1, 3, 5], x[2, 0, 0] = torch.inf, 1e-37
+    x = (x.mT if transposed else x)[:, 17:]
+    parts, on_cuda = operand(x, split=True), operand(x.cuda(), split=True)
+    assert isinstance(parts, SplitMatrix)
+    assert isinstance(on_cuda, SplitMatrix)
+    for a, b in ((parts.hi, on_cuda.hi), (parts.mid, on_cuda.mid)):
+        assert torch.equal(a.nan_to_num(7.0), b.cpu().nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("n", [512, 1024])

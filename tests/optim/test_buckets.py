@@ -27,7 +27,7 @@ from optim_helpers import (
 )
 
 from lather.optim import SOAP
-from lather.optim.batched import buckets
+from lather.optim.batched import buckets, runs
 from lather.optim.batched.refresh import DimRefresh
 from lather.optim.batched.runs import TEMPORARIES
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
@@ -170,6 +170,21 @@ def test_pieces_hold_as_many_matrices_as_fit(sizes: list[int]) -> None:
     for matrices in (3, 7, 100):
         run_of(SOAP, [(8, 8)] * 7, bucket_bytes=matrices * per_matrix).steps(range(1))
     assert sizes == [3, 3, 1, 7, 7]
+
+
+@pytest.mark.parametrize(("least", "expected"), [(64, [1] * 7), (65, [7])])
+def test_a_large_parameter_on_a_gpu_shares_no_batch(
+    least: int, expected: list[int], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (run_of(SOAP, [(8, 8)] * 7) for _ in range(2))
+    a.steps(range(2))
+    sizes.clear()
+    monkeypatch.setattr(runs, "is_gpu", lambda on: True)
+    monkeypatch.setattr(runs, "LEAST_ALONE", least)
+    b.steps(range(1))
+    assert sizes == expected
+    b.steps(range(1, 2))
+    assert all(p.equal(q) for p, q in zip(a.params, b.params, strict=True))
 
 
 def test_batches_on_a_gpu_do_not_depend_on_the_memory_that_is_free(

@@ -227,6 +227,33 @@ def test_what_is_not_finite_fails_and_keeps_its_basis() -> None:
     assert bool(m.isfinite().all() & v.isfinite().all())
 
 
+@pytest.mark.usefixtures("split_on_cpu")
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("with_momentum", [True, False])
+def test_second_moments_are_rotated_element_by_element(dim: int, with_momentum: bool) -> None:
+    n, spread = 64, torch.logspace(0, -10, 64, dtype=FP64)
+    u, (q, *_) = bases(n, n)
+    k, before = factor("harmonic", u), q.clone()
+    v = randn(1, n, 40, seed=1).square() * spread[:, None]
+    v = (v if dim == 0 else v.mT).float()
+    m = randn(*v.shape, seed=2).float() if with_momentum else None
+    square, momentum = v.double(), None if m is None else m.double()
+    options: Any = {"method": "root_qr", "second_moment": "rotate"}
+    update_eigenbasis_and_momentum(k, q, m, v, dim, **options)
+    turn = q.double().mT @ before.double()
+    expected = turn.square() @ square if dim == 0 else square @ turn.square().mT
+    assert bool((v >= 0).all())
+    # errors of S, where it is split, let a little of the largest elements into the smallest
+    assert float(((v - expected).abs() / expected).max()) < (5e-4 if with_momentum else 3e-2)
+    off = (v - expected).norm() / expected.norm()
+    assert 0 < float(off) < 1e-5
+    assert float((1.01 * v - expected).norm() / expected.norm()) > 1e-3
+    torch.testing.assert_close(v.double().sum(), square.sum(), rtol=1e-5, atol=0)
+    if m is not None and momentum is not None:  # in true fp32
+        turned = turn @ momentum if dim == 0 else momentum @ turn.mT
+        torch.testing.assert_close(m.double(), turned, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("method", ["qr", "cholesky_qr"])
 def test_other_methods_stay_in_true_fp32(method: str, split_on_cpu: pytest.MonkeyPatch) -> None:
     u, (q, *_) = bases(64, 64)

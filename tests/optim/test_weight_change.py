@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lather.optim import Muon
 from lather.optim.batched import plan
 from lather.optim.batched.plan import change_weights
 from lather.optim.batched.roster import Change
@@ -48,6 +49,32 @@ def test_fp32_weights(change: Change, transposed: bool, monkeypatch: pytest.Monk
     for w, wanted in zip(weights, expected, strict=True):
         torch.testing.assert_close(w, wanted, rtol=0, atol=5e-7)
         assert not torch.allclose(1.01 * w, wanted, rtol=0, atol=5e-7)
+
+
+@pytest.mark.parametrize("least", [1, 10**9])
+def test_updates_of_newton_schulz_in_bf16(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large matrix takes them as they are, others by torch's kernel; the numbers are those of
+    widened updates."""
+    results, taken = [], list[torch.dtype]()
+    change = plan.change_by_
+    for narrow in (False, True):
+        params = [torch.nn.Parameter(w) for w in drawn(0)]
+        optimizer = Muon(params, lr=0.1, newton_schulz_dtype="bfloat16")
+        if narrow:
+            monkeypatch.setattr(plan, "LEAST_NARROW", least)
+            for module in (plan, newton_schulz):
+                as_on_a_gpu(monkeypatch, module)
+            monkeypatch.setattr(
+                plan, "change_by_", lambda w, u, *rest: taken.append(u.dtype) or change(w, u, *rest)
+            )
+        for p, g in zip(params, drawn(1), strict=True):
+            p.grad = g
+        optimizer.step()
+        results.append(params)
+    assert taken == ([torch.bfloat16] if least == 1 else [])
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-3)
+        assert not torch.allclose(1.01 * p, q, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "remainder"])

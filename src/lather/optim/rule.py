@@ -223,9 +223,9 @@ class Rule(Controls):
         raise NotImplementedError
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        """Return the update U (B, m, n), without lr. Change the state in place (moments, and
-        the statistics of a rule without a `statistics` method), but not g. t is 1 at the first
-        gradient."""
+        """Return the update U (B, m, n), without lr, in the dtype of g or in bf16. Change the
+        state in place (moments, and the statistics of a rule without a `statistics` method), but
+        not g. t is 1 at the first gradient."""
         raise NotImplementedError
 
     def statistics(self, g: Tensor, s: State, t: int) -> None:

@@ -17,6 +17,7 @@ for elements, `step_whole` gives it gradients and weights without a batch.
 
 from __future__ import annotations
 
+import math
 import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from lather.boxes import local
 from lather.device import index_on, is_gpu
+from lather.kernels.narrow_updates import change_by_
 from lather.kernels.narrow_weights import change_
 from lather.kernels.remainder import join
 from lather.optim.batched.buckets import Bucket, Member, States
@@ -56,6 +58,10 @@ STATISTICS = ("factor", "statistic")
 MOMENTS = (*STATISTICS, "moment")
 """Kinds that `update` changes; also bases, if the rule never refreshes them."""
 
+LEAST_NARROW = 2**20
+"""Least number of elements of a parameter for which an update in bf16 is added by a launch of its
+own, instead of being widened for torch's kernel, which changes many parameters together."""
+
 _param = operator.attrgetter("param")
 
 
@@ -81,6 +87,11 @@ class Chunk:
         )
         """Whether the joined gradients and weights of the members are the batch; otherwise it
         consists of parts of them, or of other views."""
+        self._takes_narrow = (
+            bucket.param_dtype == torch.float32
+            and min(self._lengths) * math.prod(bucket.inner) >= LEAST_NARROW
+        )
+        """Whether the weights are changed by updates in bf16, too, as they are."""
         self._params: list[Tensor] | None = None
         """Parameters of the members, if these joined are on this rank alone."""
         if self._is_joined and run.params is not None:
@@ -189,6 +200,7 @@ class Chunk:
             if NORM in state and run.step == 1:
                 state[NORM] = norms(state.weights)
             first, decay = state.get(NORM), run.rule.decay(run.lr)
+            u = u.to(self.dtype)
             u = stepped(state.weights, u, run.rule, run.lr, decay, first)
         self._change_weights(u)
         has_refresh = isinstance(run.rule, RefreshingRule)
@@ -198,6 +210,7 @@ class Chunk:
         """Change the weights on this rank by the update U (B, ...); copy updates that are sent to
         other ranks to where they are sent from."""
         change, step = self.run.change, self.run.step
+        u = u if self._takes_narrow else u.to(self.dtype)
         remainders = self._remainders() if self._keeps_remainder else []
         if self._params is not None:
             change_weights(self._params, self._as_parameters(u), change, step, remainders)
@@ -277,6 +290,10 @@ def _change_fused(
             change_(w, u, r, decay=change.decay, lr=change.lr, step=step)
         return True
     are_plain = all(map(Tensor.is_contiguous, weights + updates))
+    if dtypes == (torch.float32, torch.bfloat16) and are_plain:
+        for w, u in zip(weights, updates, strict=True):
+            change_by_(w, u, change.decay, change.lr)
+        return True
     if dtypes[0] != dtypes[1] or not change.lr or not are_plain:
         return False
     fused_sgd_(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 
@@ -16,6 +16,10 @@ from lather.optim.batched.roster import ParamInfo
 from lather.optim.linalg.kronecker import SYMMETRIC_BLOCKS
 from lather.optim.rule import NOBODY, Due, Rule
 from lather.optim.sharded.exchange import OwnerExchange
+
+LEAST_ALONE = 2**24
+"""Least number of elements of a parameter that shares no chunk on a GPU: its matrices fill the
+device, and to join them with others moves 8 bytes per element."""
 
 TEMPORARIES = 8
 """Temporary memory of an update per matrix, in matrices: the gradient, its projection, the update,
@@ -87,7 +91,8 @@ class MemberRun:
 
     def chunk_bounds(self) -> Iterator[tuple[int, int]]:
         """Yield first and last row (exclusive) of chunks whose temporary memory is at most
-        `bucket_bytes`, but which have at least one matrix."""
+        `bucket_bytes`, but which have at least one matrix. On a GPU a large parameter shares no
+        chunk, so that its gradient need not be copied to join others."""
         bucket, rule = self.bucket, self.rule
         dtype, numel = rule.compute_dtype, math.prod(bucket.inner)
         copied = sum(
@@ -108,8 +113,15 @@ class MemberRun:
             # threads share the work on one large matrix
             count = min(count, cpu_count(fitting) if fitting else 1)
         count = max(1, count) if rule.batched or bucket.layout.elementwise else 1
-        for start in range(self.rows.start, self.rows.stop, count):
-            yield start, min(start + count, self.rows.stop)
+        edges = {self.rows.start, self.rows.stop}
+        if is_gpu(bucket.device) and not bucket.layout.elementwise:
+            first, last = self.numbers.start, self.numbers.stop
+            for bounds in pairwise(bucket.first_row[first : last + 1]):
+                if (bounds[1] - bounds[0]) * numel >= LEAST_ALONE:
+                    edges.update(bounds)
+        for first, last in pairwise(sorted(edges)):
+            for start in range(first, last, count):
+                yield start, min(start + count, last)
 
 
 def runs_of(

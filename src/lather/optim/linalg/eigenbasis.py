@@ -18,8 +18,11 @@ Precision: on a GPU the products K Q of large factors are split
 (`lather.optim.linalg.split_products`) in refreshes by "root_qr", the default there; those by "qr",
 which repeat what failed, and by "cholesky_qr" multiply in true fp32. The error of split products is
 5e-6 of |K|, spread over all elements: eigenvectors whose eigenvalues are below 1e-6 of |K| turn
-more slowly, because `root_lift` covers the error. The products for eigenvalues and moments stay in
-true fp32: an optimizer divides by the former, and a moment's errors add up over its refreshes.
+more slowly, because `root_lift` covers the error. Split are then also the product that rotates
+exp_avg_sq, a sum of numbers that are not negative, so that each element has about this relative
+error, and S, if nothing but its squares is needed: they let 1e-11 of the largest elements into the
+smallest, of which TF32 in an update lets in 1e-7. The products for eigenvalues and exp_avg stay in
+true fp32: an optimizer divides by the former, and the errors of the latter add up over refreshes.
 """
 
 from __future__ import annotations
@@ -149,8 +152,7 @@ def iterate(
     is_auto, k = method == "auto", near_one(k)
     if is_auto:
         method = pick_refresh_method(k.shape[-1], k.device)
-    by_root = method == "root_qr"
-    split = by_root and is_split(k)
+    by_root, split = method == "root_qr", _splits(k, method)
     k_operand, q_rows = operand(k, split=split), operand(q.mT, split=split)
     rows = split_product(q_rows, k_operand)
     w = (rows.mT * q).sum(-2)
@@ -175,6 +177,13 @@ def iterate(
             rows = split_product(q_rows, k_operand)
     assert failed is not None
     return rows.mT, order, failed
+
+
+def _splits(k: Tensor, method: str) -> bool:
+    """Tell whether a refresh by this method splits its products."""
+    if method == "auto":
+        method = pick_refresh_method(k.shape[-1], k.device)
+    return method in ("root_qr", "iteration") and is_split(k)
 
 
 def _is_hard(rows: Tensor, w: Tensor) -> Tensor:
@@ -275,7 +284,6 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
         q_new, _, failed = iterate(k, q, FIRST_ROUNDS, "root_qr")
     else:
         q_new, order, failed = iterate(k, q, power_iter_steps, method)
-    q_new = _unless(failed, q, q_new)
     if eigenvalues is not None:
         w = rayleigh_quotients(k, q_new)
         if order is not None:
@@ -285,19 +293,18 @@ def update_eigenbasis_and_momentum(  # noqa: PLR0913 - one dim of a batch, in th
         # An expert that never got a token keeps its initial eigenvalues; zeros would weigh its
         # first gradient by 1 / eps.
         eigenvalues.copy_(eigenvalues.where((failed | is_zero(k))[:, None], w))
-        q_new = _unless(failed, q, q_new)
-    turns = second_moment == "rotate" or (exp_avg is not None and _prefers_turn(exp_avg, dim))
-    turn = q_new.mT @ q if turns else None
+    split, turn = _splits(k, method), None
+    if second_moment == "rotate" or (exp_avg is not None and _prefers_turn(exp_avg, dim)):
+        of_squares = split and exp_avg is None
+        turn = split_product(operand(q_new.mT, split=of_squares), operand(q, split=of_squares))
     if exp_avg is not None:
-        exp_avg.copy_(_unless(failed, exp_avg, _turned(exp_avg, q, q_new, turn, dim)))
+        _replace_(exp_avg, _turned(exp_avg, q, q_new, turn, dim), failed)
     if second_moment == "rotate":
         assert turn is not None
-        exp_avg_sq.copy_(
-            _unless(failed, exp_avg_sq, apply_transposed(turn.mT.square(), exp_avg_sq, dim))
-        )
+        _replace_(exp_avg_sq, _rotated(exp_avg_sq, turn, dim, split=split), failed)
     elif order is not None:
-        exp_avg_sq.copy_(_unless(failed, exp_avg_sq, _reordered(exp_avg_sq, order, dim)))
-    q.copy_(q_new)
+        _replace_(exp_avg_sq, _reordered(exp_avg_sq, order, dim), failed)
+    _replace_(q, q_new, failed)
     return failed
 
 
@@ -314,12 +321,22 @@ def _turned(x: Tensor, q_old: Tensor, q_new: Tensor, turn: Tensor | None, dim: i
     return apply_transposed(q_new, apply_transposed(q_old.mT, x, dim), dim)
 
 
-def _unless(failed: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """Return `new`, but exactly `old` for matrices whose refresh failed."""
+def _rotated(v: Tensor, turn: Tensor, dim: int, *, split: bool) -> Tensor:
+    """Return the second moment `v` with its inner dim `dim` multiplied by the squares of S."""
+    squares = turn.square()
+    if not split or v.dim() != 3:
+        return apply_transposed(squares.mT, v, dim)
+    s, parts = operand(squares, split=True), operand(v, split=True)
+    return split_product(s, parts) if dim == 0 else split_product(parts, s.mT)
+
+
+def _replace_(old: Tensor, new: Tensor, failed: Tensor) -> None:
+    """Set `old` to `new`, except for matrices whose refresh failed."""
     # On a GPU the check would wait for the device.
     if is_cpu(new) and not is_true(failed.any(), Read.CHOICE):
-        return new
-    return old.where(failed.view(-1, *[1] * (old.dim() - 1)), new)
+        old.copy_(new)
+    else:
+        torch.where(failed.view(-1, *[1] * (old.dim() - 1)), old, new, out=old)
 
 
 def _reordered(x: Tensor, order: Tensor, dim: int) -> Tensor:

@@ -69,6 +69,8 @@ def orthogonalize(
     coefficients: Coefficients = "quintic",
     dtype: IterationDtype = "auto",
     scale: float = 1.0,
+    *,
+    narrow: bool = False,
 ) -> Float[Tensor, "b m n"]:
     """Return approximately U V^T, times `scale`, for each x = U S V^T, in the dtype of x; a matrix
     of zeros stays zero.
@@ -82,6 +84,7 @@ def orthogonalize(
         dtype: dtype of the iteration. auto: that of x, but bfloat16 for fp32 on CUDA; fastest:
             bfloat16 also for fp32 on a CPU that is faster in it.
         scale: factor of the result; on a GPU it is a factor of the last step's coefficients.
+        narrow: on a GPU, return the result in the dtype of the iteration, without a wide copy.
     """
     y = with_unit_norms(x, iteration_dtype(x, dtype))
     is_tall = x.shape[-2] > x.shape[-1]
@@ -102,8 +105,11 @@ def orthogonalize(
         else:
             polynomial = average_(square.clone(), square, b, c)
         y = _plus_product(y, polynomial, a, 1.0, from_right)
-    y = (y.mT if is_tall and not from_right else y).to(x.dtype)
-    return y if is_gpu(x) or scale == 1.0 else y.mul_(scale)
+    y = y.mT if is_tall and not from_right else y
+    if is_gpu(x):
+        return y if narrow else y.to(x.dtype)
+    y = y.to(x.dtype)
+    return y if scale == 1.0 else y.mul_(scale)
 
 
 def _plus_product(x: Tensor, p: Tensor, beta: float, alpha: float, from_right: bool) -> Tensor:

@@ -83,7 +83,7 @@ def powers_of_two(x: Float[Tensor, "b *dims"]) -> Float[Tensor, " b"]:
     """Return for each matrix of x (B, ...) a power of two with an even exponent, between half and
     twice its largest element, or the nearest that the dtype of x has."""
     tiny = torch.finfo(x.dtype).tiny
-    largest = x.abs().flatten(1).amax(1).clamp(tiny, 1 / tiny)
+    largest = torch.linalg.vector_norm(x, torch.inf, tuple(range(1, x.dim()))).clamp(tiny, 1 / tiny)
     return torch.exp2(torch.frexp(largest).exponent.bitwise_and(-2).to(x.dtype))
 
 

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lather.device import STANDINS, is_gpu, is_nvidia
+from lather.kernels.split_parts import split_parts
 from lather.shapes import Float
 from lather.torch_private import get_fp32_precision
 
@@ -91,15 +93,15 @@ def operand(x: Float[Tensor, "b m n"], *, split: bool) -> Operand:
 
 
 def empty_split(x: Float[Tensor, "b m n"]) -> SplitMatrix:
-    """Return memory for the parts of matrices like `x`."""
-    return SplitMatrix(*(torch.empty_like(x, dtype=torch.bfloat16) for _ in range(2)))
+    """Return memory for the parts of matrices like `x`, with contiguous rows."""
+    options: Any = {"dtype": torch.bfloat16, "device": x.device}
+    return SplitMatrix(*(torch.empty(x.shape, **options) for _ in range(2)))
 
 
 def write_split(parts: Operand, x: Float[Tensor, "b m n"]) -> None:
     """Write the parts of `x` into `parts`, unless that is a plain matrix."""
     if isinstance(parts, SplitMatrix):
-        parts.hi.copy_(x)
-        torch.sub(x, parts.hi, out=parts.mid)
+        split_parts(x, parts.hi, parts.mid)
 
 
 def split_product(a: Operand, b: Operand, out: Tensor | None = None) -> Float[Tensor, "b m n"]:

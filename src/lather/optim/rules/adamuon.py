@@ -42,7 +42,7 @@ class AdaMuonRule(MuonRule):
 
     def finished(self, x: Tensor, s: State) -> Tensor:
         """Return U for N = x, with the norm that `scale` gives to an orthogonal matrix."""
-        u = super().finished(x.sign() if self.signs else x, s)
+        u = super().finished(x.sign() if self.signs else x, s).to(x.dtype)
         v = s["exp_avg_sq"].mul_(self.beta2).addcmul_(u, u, value=1 - self.beta2)
         u = u / v.sqrt().clamp_min(math.sqrt(torch.finfo(v.dtype).tiny))
         size = norms(u)

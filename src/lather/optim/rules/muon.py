@@ -135,11 +135,11 @@ class MuonRule(Rule):
 
     def finished(self, x: Tensor, s: State) -> Tensor:
         """Return U for x (B, m, n): orthogonalized, with normalized rows if `normalize` says so,
-        and scaled."""
+        and scaled; on a GPU without `normalize` in the dtype of the iteration."""
         scale = update_scale(x.shape[1:], self.scale)
         of_result = 1.0 if self.normalize else scale
         options = (self.steps, self.coefficients, self.newton_schulz_dtype, of_result)
-        u = orthogonalize(x, *options)
+        u = orthogonalize(x, *options, narrow=not self.normalize)
         if not self.normalize:
             return u
         v = s["row_moment"].lerp_(u.square().mean(-1), 1 - self.beta2)

@@ -1,0 +1,26 @@
+"""The change of fp32 weights by bf16 updates in Triton, in one pass over contiguous tensors. A
+product that is added is not rounded before, as in torch's sums on a GPU."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lather.kernels.launch import launch
+
+BLOCK = 2048
+
+
+def change_by_(w: Tensor, u: Tensor, decay: float, lr: float) -> None:
+    grid = (triton.cdiv(w.numel(), BLOCK),)
+    launch(_change, grid, w, u, 1.0 - decay, float(lr), w.numel(), BLOCK=BLOCK)
+
+
+@triton.jit
+def _change(w, u, keep, lr, numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    update = tl.load(u + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(w + at, mask=inside, other=0.0) * keep
+    tl.store(w + at, tl.fma(update, -lr, x), mask=inside)
