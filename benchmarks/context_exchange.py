@@ -34,13 +34,14 @@ from typing import Any
 
 from lather.config.toml_file import load_config
 from lather.engine.trained_parameters import active_parameters
-from lather.memory.advice import FLOPS
 from lather.models.families.deepseek_v2 import DeepseekV2Config
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks/results/context-exchange.jsonl"
 MODELS = ("qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b", "llama-3.2-1b")
 LENGTHS, RANKS = (32_768, 65_536, 131_072), (2, 4, 8, 16)
+FLOPS = 400e12
+"""Assumed flops per second of a device."""
 LINKS = {"NVLink": 300e9, "400 Gb/s": 50e9, "100 Gb/s": 12.5e9}
 """Bytes per second that a rank receives, while it sends as many."""
 MACHINE = 8

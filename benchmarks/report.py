@@ -17,6 +17,7 @@ from rich.console import Console
 import lather
 from benchmarks.check import CheckError
 from lather.device import is_gpu
+from lather.doctor.rates import processor_name
 from lather.errors import UserError
 from lather.version import find_commit
 
@@ -28,7 +29,7 @@ def environment(device: torch.device, peers: Sequence[str]) -> Row:
     return {
         **_commit(),
         "hardware": {
-            "cpu": _cpu_model(),
+            "cpu": processor_name(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name(device) if is_gpu(device) else None,
@@ -47,15 +48,6 @@ def _commit() -> Row:
     commit is not known."""
     commit, _, dirty = (find_commit() or "").partition("-")
     return {"commit": commit or None, "dirty": bool(dirty) if commit else None}
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from forked import ForkedPython
+from lather.memory.doctor_rates import doctor_rates
 
 
 def test_two_ranks_measure_their_links_and_disk(tmp_path: Path) -> None:
@@ -50,6 +53,12 @@ def test_two_ranks_measure_their_links_and_disk(tmp_path: Path) -> None:
     assert (first["rank"], second["rank"]) == (0, 1)
     assert first["disk"]["write"] > 0
     assert second["disk"] is None
+    table = doctor_rates(tmp_path / "found.json", "cpu")
+    slow = min(first["rates"]["fp32"], second["rates"]["fp32"])
+    assert table.kinds["fp32 GEMM"].flops == slow > 1e8
+    largest_exchange = links["all-to-all", largest]
+    exchange = largest_exchange["sent"] / largest_exchange["seconds"]
+    assert table.kinds["exchanges"].bytes == pytest.approx(exchange)
     assert first["sees_run_dir"]
     assert second["sees_run_dir"]
     assert "nothing is wrong" in out

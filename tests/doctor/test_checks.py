@@ -17,10 +17,12 @@ from lather.doctor.checks import (
     check_devices,
     check_disk,
     check_links,
+    check_rates,
     check_versions,
 )
 from lather.doctor.facts import DiskFacts, GpuFacts, RankFacts, probe_disk
 from lather.doctor.links import LinkFacts
+from lather.time_model.measured import MeasuredRates
 
 GIB = 2**30
 VERSIONS = {"lather": "0.1.0", "python": "3.11.7", "torch": "2.13.0+cu128", "numpy": "2.4.6"}
@@ -58,6 +60,19 @@ def test_the_allocators_settings_are_shown_beside_gpus(settings: str, shown: str
     assert [one.found for one in check_devices(facts) if one.name == "allocator"] == [shown]
     alone = [replace(FIRST, gpus=())]
     assert not [one for one in check_devices(alone) if one.name == "allocator"]
+
+
+def test_the_slowest_ranks_rates_are_shown() -> None:
+    gpu = MeasuredRates("NVIDIA H100", 0, copy=3e12, fp32=50e12, tf32=350e12, bf16=700e12)
+    core = MeasuredRates("EPYC", 2, copy=17e9, fp32=90e9, tf32=90e9, bf16=1.4e9)
+    facts = [replace(FIRST, rates=gpu), replace(SECOND, rates=replace(gpu, copy=2.5e12))]
+    [finding] = check_rates(facts)
+    assert (finding.topic, finding.name) == ("rates", "NVIDIA H100")
+    products = "products fp32 50 TFLOP/s, TF32 350 TFLOP/s, bf16 700 TFLOP/s"
+    assert finding.found == f"a copy 2,500.0 GB/s; {products}"
+    [finding] = check_rates([replace(FIRST, rates=core)])
+    assert finding.name == "EPYC (2 threads)"
+    assert finding.found == "a copy 17.0 GB/s; products fp32 90 GFLOP/s, bf16 1.4 GFLOP/s"
 
 
 def disk(**changes: object) -> RankFacts:

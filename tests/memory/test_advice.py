@@ -112,7 +112,8 @@ class MadeUp:
         step = SimpleNamespace(
             total=np.array([self.needed]), of_kind=lambda kind: np.array([kinds[kind]])
         )
-        self.ranks = [SimpleNamespace(steps={"a step": step})]
+        work = {MICRO_BATCHES: Work(seconds=2.5e-3)}
+        self.ranks = [SimpleNamespace(steps={"a step": step}, work=work)]
 
     @property
     def peaks_where_weight_gradients_wait(self) -> bool:
@@ -273,6 +274,19 @@ def test_frozen_weights_travel_at_the_rate_of_the_bus() -> None:
     assert setting.seconds(8) - without == pytest.approx(50e9 / BUS)
     made_up.bus = (25e9, 100e9)
     assert setting.seconds(8) - without == pytest.approx(100e9 / BUS)
+
+
+def test_the_predicted_step_decides_the_order_and_not_the_flops_alone() -> None:
+    """Two settings that compute and send the same differ in the time of their optimizers."""
+    settings = []
+    for seconds in (2.0, 1.0):
+        made_up: Any = MadeUp(deep_config("muon"), 1)
+        made_up.ranks[0].work = {MICRO_BATCHES: Work(seconds=1.0), REST: Work(seconds=seconds)}
+        settings.append(
+            advice_module.Setting({"optim.name": str(seconds)}, made_up.config, made_up)
+        )
+    assert settings[0].seconds(8) - settings[1].seconds(8) == pytest.approx(1.0)
+    assert Advice(10**9, 8, tuple(settings)).fitting == settings[::-1]
 
 
 def test_frozen_weights_go_to_the_host_where_adapters_are_trained() -> None:

@@ -12,6 +12,7 @@ from planned_configs import config_of
 
 from lather.cli import main
 from lather.config.toml_file import config_to_toml
+from lather.data.opening import open_datasets, open_source
 from lather.errors import ConfigError
 from lather.memory import plan_report
 from lather.memory.plan import MemoryPlan, plan
@@ -22,6 +23,7 @@ from lather.memory.step_time import (
     measured_run,
     step_time,
     typical_seconds,
+    with_epochs,
 )
 from lather.memory.work import MICRO_BATCHES, REFRESH, REST, Work
 from lather.memory.workers import Assumed
@@ -228,7 +230,41 @@ def test_the_lines_name_what_takes_the_time(planned: MemoryPlan) -> None:
     assert second.startswith("of the step passes 1 s, optimizer 250 ms, exchanges 500 ms; nothing")
     assert "rates of NVIDIA H100 80GB HBM3, assumed in part: trainings of one GPU took" in second
     epochs = replace(planned.config, train=replace(planned.config.train, epochs=3.0))
-    time = step_time(replace(planned, config=epochs))
+    of_epochs = replace(planned, config=epochs)
+    time = step_time(of_epochs)
     assert (time.run_tokens, time.run_seconds) == (None, None)
-    first = plan_report.times(planned, time)[0]
-    assert first.endswith("; train.epochs counts the data, so no time for the run")
+    first = plan_report.times(of_epochs, time, "no data")[0]
+    assert first.endswith("; no time for the run, as train.epochs counts its data: no data")
+    known = with_epochs(time, of_epochs, 21)  # 63 sequences are 8 steps of 8
+    assert known.run_tokens == 64 * 32
+    assert known.run_seconds == pytest.approx(8 * time.seconds)
+    assert plan_report.times(of_epochs, known)[0].endswith("run's 2,048 tokens in 3 epochs")
+
+
+def test_the_command_counts_the_data_of_epochs_where_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The data set is neither made for a plan, nor missed if a run has made it."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(6):
+        (texts / f"{number}.txt").write_text(f"the letter of day {number} says little. " * 40)
+    cache = str(tmp_path / "cache")
+    config = config_of("muon")
+    data = replace(config.data, source=str(texts), cache_dir=cache)
+    config = replace(config, data=data, train=replace(config.train, epochs=2.0))
+    file = tmp_path / "run.toml"
+    file.write_text(config_to_toml(config))
+    command = ["plan", str(file), "--device", "cpu"]
+    assert main(command) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no time for the run, as train.epochs counts its data: the data set of" in shown
+    assert not Path(cache).exists()
+    [dataset] = open_datasets(config.data, config.model.vocab_size, lambda line: None)
+    assert main(command) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    train = config.train
+    length, batch = train.sequence_length, train.batch_size
+    size = len(open_source(dataset, "train", config.data, length))
+    tokens = -(-2 * size // batch) * batch * length
+    assert f"for the run's {tokens:,} tokens in 2 epochs" in shown

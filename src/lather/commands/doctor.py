@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import datetime
 import itertools
 import os
 from collections.abc import Sequence
@@ -33,15 +34,16 @@ TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Check versions, devices, memory, the disk of the run directory, and with --nproc N (or under
-    torchrun or srun) the links between ranks. The exit status is 1 if something is wrong."""
+    """Check versions, devices and their rates, memory, the disk of the run directory, and
+    with --nproc N (or under torchrun or srun) the links between ranks. The exit status is 1 if
+    something is wrong."""
 
     run_dir: Path = Path("runs")
     """Where runs are written; it is not made."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of each rank."""
     json: Path | None = None
-    """File to write every number to."""
+    """File to write every number to; `lather plan --rates FILE` predicts times from it."""
 
 
 def doctor_command(arguments: list[str]) -> int:
@@ -66,7 +68,8 @@ def examine(parsed: DoctorArguments, world: World) -> int:
     if world.rank == 0:
         if parsed.json:
             lists: dict[str, Sequence[Any]] = {"findings": findings, "ranks": facts, "links": links}
-            write_numbers(parsed.json, {name: [*map(asdict, lists[name])] for name in lists})
+            numbers = {name: [*map(asdict, lists[name])] for name in lists}
+            write_numbers(parsed.json, {"day": datetime.date.today().isoformat(), **numbers})
         show(findings, world.size, command_console())
     return int(any(finding.verdict == "wrong" for finding in findings))
 

@@ -16,13 +16,15 @@ from lather.config.config import Config
 from lather.config.ranks import check_parallel
 from lather.config.toml_file import config_to_toml
 from lather.console import command_console
-from lather.errors import UserError, require
+from lather.data.epochs import epoch_size
+from lather.errors import DataError, UserError, require
 from lather.files import whole_file
 from lather.memory import plan_report
 from lather.memory.advice import advise, as_options
+from lather.memory.doctor_rates import doctor_rates
 from lather.memory.plan import MemoryPlan, plan
 from lather.memory.plan_picture import draw
-from lather.memory.step_time import measured_run, step_time
+from lather.memory.step_time import StepTime, measured_run, step_time, with_epochs
 from lather.memory.workers import Assumed
 
 
@@ -40,7 +42,8 @@ class PlanArguments:
     """Kind of device that the ranks have: CPU and GPU take different paths."""
     rates: str = ""
     """Rates that times are predicted from: h100, h200, a100, b200 or cpu (a core of one), or the
-    folder of a run on such a device, whose measured steps correct them. Left out: h100 or cpu."""
+    file of `lather doctor --json` on such a device, or the folder of a run on it, whose measured
+    steps correct them. Left out: h100 or cpu."""
     imbalance: float = 1.0
     """Rows that the experts of the busiest rank receive, relative to an even load; above 1 for
     routers that are not balanced."""
@@ -82,25 +85,44 @@ def plan_command(arguments: list[str]) -> int:
     check_writable(parsed.out, parsed.json, parsed.write)
     check_parallel(parsed.config, parsed.world, "--world")
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
-    run = measured_run(parsed.rates, parsed.device)
-    rates = parsed.rates if run is None else run.rates
-    assumed = Assumed(parsed.device, parsed.imbalance, memory, rates)
+    file, rates, run, table = Path(parsed.rates), parsed.rates, None, None
+    if file.is_file():
+        rates, table = "", doctor_rates(file, parsed.device)
+    elif (run := measured_run(parsed.rates, parsed.device)) is not None:
+        rates = run.rates
+    assumed = Assumed(parsed.device, parsed.imbalance, memory, rates, table)
     with Console(stderr=True).status("planning: a minute or more for a large model"):
         result = plan(parsed.config.resolved(), parsed.world, assumed)
         time = step_time(result, parsed.machine)
         if run is not None:
             time = replace(time, scale=run.scale(plan(run.config, run.world_size, assumed)))
+    time, without_data = _with_epochs(time, result)
     if parsed.json:
         plan_report.write(result, time, arguments, parsed.json)
     title = f"{name}: {parsed.world} {'rank' if parsed.world == 1 else 'ranks'}"
     if parsed.out:
         draw(result, memory, title, parsed.out)
     console = command_console()
-    plan_report.show(result, memory, console, machine=parsed.machine, time=time)
+    machine = parsed.machine
+    plan_report.show(result, memory, console, machine=machine, time=time, without_data=without_data)
     fits = memory is None or result.needed <= memory
     if memory is not None and (parsed.advice == "always" or (parsed.advice == "auto" and not fits)):
         _advise(parsed, result, memory, console)
     return int(not fits)
+
+
+def _with_epochs(time: StepTime, result: MemoryPlan) -> tuple[StepTime, str]:
+    """Return the time with the tokens of `train.epochs`, if that is given and the data sets are
+    there, and otherwise what is missing."""
+    config, train = result.config, result.config.train
+    if not train.epochs:
+        return time, ""
+    length, sizes = train.sequence_length, train.batch_sizes
+    try:
+        size = epoch_size(config.data, config.model.vocab_size, length, sizes)
+    except DataError as error:
+        return time, str(error)
+    return with_epochs(time, result, size), ""
 
 
 def _advise(parsed: PlanArguments, present: MemoryPlan, memory: int, console: Console) -> None:

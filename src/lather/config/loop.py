@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -170,6 +171,10 @@ class LoopConfig:
     def batch_sizes(self) -> BatchSizes:
         """The sequences of every step."""
         return BatchSizes(self.batch_size, self.first_batch_size, self.batch_growth_steps)
+
+    def steps_of_epochs(self, epoch_size: int) -> int:
+        """Return the steps of `epochs` with so many sequences in each."""
+        return self.batch_sizes.steps_of(math.ceil(round(self.epochs * epoch_size, 6)))
 
     def with_batches(self, size: int, micro: int) -> LoopConfig:
         """Return a copy whose steps all have `size` sequences, in micro-batches of `micro`."""

@@ -34,9 +34,9 @@ def open_datasets(config: DataConfig, vocab_size: int, report: ShowLine) -> list
     return datasets
 
 
-def _of_source(config: DataConfig, vocab_size: int, report: ShowLine) -> DataSet:
-    """Open or make the data set of `data.source` for the present names, sizes and times of its
-    files, or for its commit on a hub."""
+def folder_of_source(config: DataConfig, vocab_size: int) -> Path:
+    """Return the folder of the data set of `data.source` for the present names, sizes and times of
+    its files, or for its commit on a hub. Raises DataError if there are no such files."""
     recipe = config.recipe(vocab_size)
     if config.revision:
         (listing,) = recipe.sources
@@ -47,11 +47,16 @@ def _of_source(config: DataConfig, vocab_size: int, report: ShowLine) -> DataSet
         except DataError as error:
             raise DataError(f"data.source = {config.source!r}: {error}") from None
         name = Path(config.source).resolve().name
-    folder = Path(config.cache_dir) / f"{name}-{vocab_size}-{recipe.digest(listing)}"
+    return Path(config.cache_dir) / f"{name}-{vocab_size}-{recipe.digest(listing)}"
+
+
+def _of_source(config: DataConfig, vocab_size: int, report: ShowLine) -> DataSet:
+    """Open or make the data set of `data.source`."""
+    folder = folder_of_source(config, vocab_size)
     if folder.exists():
         dataset = DataSet(folder)
     else:
-        dataset = make_dataset(folder, recipe, report)
+        dataset = make_dataset(folder, config.recipe(vocab_size), report)
         if set(dataset.manifest.skipped) - {"empty"}:
             report(f"not taken: {dataset.skipped_in_words}")
     if "validation" not in dataset.manifest.splits:

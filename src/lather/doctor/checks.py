@@ -17,6 +17,7 @@ from packaging.version import Version
 from lather.doctor.facts import PROBE_BYTES, DiskFacts, RankFacts, requirements
 from lather.doctor.links import LinkFacts
 from lather.durations import duration
+from lather.time_model.measured import slowest
 
 Verdict = Literal["ok", "warning", "wrong"]
 
@@ -222,10 +223,22 @@ def check_disk(facts: Sequence[RankFacts]) -> Iterator[Finding]:
         yield Finding("disk", "one for all ranks", "every rank sees a file that rank 0 has written")
 
 
+def check_rates(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    """The rates of the slowest rank, from which `lather plan` can predict times."""
+    if measured := [rank.rates for rank in facts if rank.rates]:
+        rates = slowest(measured)
+        products = {"fp32": rates.fp32, "TF32": rates.tf32, "bf16": rates.bf16}
+        if rates.is_cpu:
+            del products["TF32"]
+        flops = ", ".join(f"{name} {_flops(flops)}" for name, flops in products.items())
+        yield Finding("rates", rates.name, f"a copy {rates.copy / GB:,.1f} GB/s; products {flops}")
+
+
 CHECKS: tuple[Check, ...] = (
     check_versions,
     check_devices,
     check_threads,
+    check_rates,
     check_memory,
     check_disk,
 )
@@ -275,6 +288,11 @@ def _on(rank: RankFacts, facts: Sequence[RankFacts]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _flops(flops: float) -> str:
+    unit, size = ("TFLOP/s", 1e12) if flops >= 1e12 else ("GFLOP/s", 1e9)
+    return f"{flops / size:,.3g} {unit}"
 
 
 def _size(num_bytes: int) -> str:

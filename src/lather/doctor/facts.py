@@ -21,11 +21,13 @@ from packaging.requirements import Requirement
 from lather.allocator import allocator_settings, has_nvidia_gpu
 from lather.cores import num_cores, other_programs
 from lather.device import is_gpu
+from lather.doctor.rates import measure_rates
 from lather.files import nearest_folder
 from lather.kernels.backend import use_triton
 from lather.kernels.rms_norm import reference, rms_norm
 from lather.memory_limits import host_memory
 from lather.parallel.launch.world import World
+from lather.time_model.measured import MeasuredRates
 from lather.train.run_dir import provenance
 
 PROBE_BYTES = 64 * 2**20
@@ -94,10 +96,13 @@ class RankFacts:
     """Whether a file that rank 0 writes into the run directory is there."""
     allocator: str = ""
     """Settings of torch's allocator of GPU memory; empty: its defaults."""
+    rates: MeasuredRates | None = None
+    """Rates of the device; None: not measured."""
 
 
 def find_facts(world: World, device: torch.device, run_dir: Path) -> RankFacts:
-    """Return this rank's facts; most of the time goes into writing and reading `PROBE_BYTES`."""
+    """Return this rank's facts; most of the time goes into the rates, and into writing and reading
+    `PROBE_BYTES`."""
     memory, free = host_memory()
     return RankFacts(
         rank=world.rank,
@@ -114,6 +119,7 @@ def find_facts(world: World, device: torch.device, run_dir: Path) -> RankFacts:
         memory_free=free,
         disk=probe_disk(run_dir, world.rank) if world.local_rank == 0 else None,
         allocator=allocator_settings(os.environ),
+        rates=measure_rates(device),
     )
 
 

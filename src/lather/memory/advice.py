@@ -9,9 +9,8 @@ activations cannot suffice, the smaller state, weights and gradients come first.
 rung, three at most, are planned at the same time, on top of what helped on the rungs below. The
 first rung with a setting that fits is the last.
 
-Every size is that of a whole plan (`lather.memory.plan`), and so are flops and bytes sent. To order
-settings these are converted to seconds at assumed rates (`FLOPS`, `LINK`, `EXCHANGE`, `BUS`), which
-are no prediction.
+Every size is that of a whole plan (`lather.memory.plan`), and so are flops and bytes sent. Settings
+are ordered by their predicted steps (`lather.memory.step_time`).
 """
 
 from __future__ import annotations
@@ -29,14 +28,9 @@ from lather.config.optim import optim_config
 from lather.config.rate_schedule import SCHEDULE_OPTIONS
 from lather.errors import ConfigError
 from lather.memory.plan import MemoryPlan, allowance_for, plan
-from lather.memory.step_time import bus_seconds, exchange_seconds
+from lather.memory.step_time import parts_of_step
 from lather.memory.workers import worker_processes
 from lather.optim.options import NEEDED_BY_OFFLOAD, name_of
-
-FLOPS = 400e12
-"""Assumed flops per second of a device."""
-EXCHANGE = 300e9
-"""Assumed bytes per second that a device sends to ranks of its machine."""
 
 MOST_SETTINGS = 10
 """Maximal number of settings that are planned."""
@@ -65,9 +59,8 @@ class Setting:
     plan: MemoryPlan
 
     def seconds(self, machine: int) -> float:
-        """Return the seconds of a step at the assumed rates, with `machine` ranks per machine."""
-        computing = self.plan.work.flops / FLOPS / (1 - self.plan.bubble())
-        return computing + exchange_seconds(self.plan, machine, EXCHANGE) + bus_seconds(self.plan)
+        """Return the predicted seconds of a step, with `machine` ranks per machine."""
+        return sum(parts_of_step(self.plan, machine))
 
 
 @dataclass(frozen=True)
@@ -83,8 +76,8 @@ class Advice:
 
     @property
     def fitting(self) -> list[Setting]:
-        """The settings that fit, the shortest step at the assumed rates first; of steps that are
-        equally long to two digits, the one with the fewest changes."""
+        """The settings that fit, the shortest predicted step first; of steps that are equally long
+        to two digits, the one with the fewest changes."""
 
         def order(setting: Setting) -> tuple[float, int, float]:
             seconds = setting.seconds(self.machine)

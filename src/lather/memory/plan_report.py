@@ -14,7 +14,7 @@ from lather.console import titled_table
 from lather.durations import duration
 from lather.files import write_numbers
 from lather.lines import short_number
-from lather.memory.advice import EXCHANGE, FLOPS, Advice, Setting, as_options
+from lather.memory.advice import Advice, Setting, as_options
 from lather.memory.dry_run import RankRun
 from lather.memory.ledger import segment_title
 from lather.memory.plan import CONTEXT_BYTES, FRAGMENTATION, MemoryPlan
@@ -43,9 +43,11 @@ def show(
     *,
     machine: int = 8,
     time: StepTime | None = None,
+    without_data: str = "",
 ) -> None:
     """Print a line per pipeline rank at its peak, the activations of the largest rank, whether
-    the run fits in `memory` bytes, and the predicted time; `machine`: devices per machine."""
+    the run fits in `memory` bytes, and the predicted time; `machine`: devices per machine;
+    `without_data`: see `times`."""
     unit, scale = unit_of(plan.largest.peak)
     table = titled_table(_title(plan, unit), ("rank", "layers"), (*COLUMNS, "peak"))
     table.add_column("when")
@@ -62,7 +64,10 @@ def show(
             f"{run.peak_step}, {run.largest.when}",
         )
     console.print(table)
-    lines = [*remarks(plan, memory, machine), *([] if time is None else times(plan, time))]
+    lines = [
+        *remarks(plan, memory, machine),
+        *([] if time is None else times(plan, time, without_data)),
+    ]
     console.print("\n".join(lines), highlight=False)
 
 
@@ -107,8 +112,9 @@ def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]
     return lines
 
 
-def times(plan: MemoryPlan, time: StepTime) -> list[str]:
-    """Return the lines on the predicted time of a step and of the run, and what it assumes."""
+def times(plan: MemoryPlan, time: StepTime, without_data: str = "") -> list[str]:
+    """Return the lines on the predicted time of a step and of the run, and what it assumes;
+    `without_data`: why the tokens of the run, which has `train.epochs`, are not known."""
     rates, scale = plan.assumed.rate_table, time.scale
     mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
     parts = {
@@ -126,9 +132,11 @@ def times(plan: MemoryPlan, time: StepTime) -> list[str]:
         else f"times {scale:.2f}, as a step was measured"
     )
     bubble = f", with a bubble of {plan.bubble():.1%}" if plan.bubble() else ""
-    run = "train.epochs counts the data, so no time for the run"
+    run = f"no time for the run, as train.epochs counts its data: {without_data}"
     if time.run_tokens is not None and time.run_seconds is not None:
         run = f"{duration(time.run_seconds)} for the run's {short_number(time.run_tokens)} tokens"
+        epochs = plan.config.train.epochs
+        run += f" in {'1 epoch' if epochs == 1 else f'{epochs:g} epochs'}" if epochs else ""
     return [
         f"predicted: {duration(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s{mfu}; "
         f"{run}",
@@ -175,11 +183,8 @@ def offload(plan: MemoryPlan, num_ranks: int) -> str:
         )
     if not moved:
         return text
-    return (
-        f"{text}; in a step {', and '.join(moved)} at {BUS / 1e9:.0f} GB/s each way, beside "
-        f"{plan.work.flops / FLOPS:.2f} s of arithmetic at {FLOPS / 1e12:.0f} TFLOP/s (assumed, "
-        "not measured)"
-    )
+    rate = f"{BUS / 1e9:.0f} GB/s each way (assumed, not measured)"
+    return f"{text}; in a step {', and '.join(moved)} at {rate}"
 
 
 def checkpoint(plan: MemoryPlan) -> str:
@@ -330,6 +335,7 @@ def show_advice(advice: Advice, console: Console) -> None:
         f"of {len(advice.tried)} planned"
     )
     sizes = ("needs GiB", "left", "flops above least")
+    rates = advice.tried[0].plan.assumed.rate_table
     has_contexts = any(setting.plan.work.context for setting in advice.fitting)
     of_context = ("context",) if has_contexts else ()
     prices = ("to experts, GiB", *of_context, "parameters", "pipeline", "optimizer", "bubble")
@@ -349,9 +355,9 @@ def show_advice(advice: Advice, console: Console) -> None:
     console.print(table)
     lines = [
         "flops of a step of the first pipeline rank, and GiB that it sends to other ranks, are "
-        f"counted; the length of a step assumes {FLOPS / 1e12:.0f} TFLOP/s, and links of "
-        f"{EXCHANGE / 1e9:.0f} GB/s in a machine and {LINK / 1e9:.0f} GB/s between machines, not "
-        "measured"
+        f"counted; the length of a step is predicted from rates of {rates.name}, with links of "
+        f"{rates.kinds['exchanges'].bytes / 1e9:.0f} GB/s in a machine and {LINK / 1e9:.0f} GB/s "
+        "between machines"
     ]
     if any("optim.name" in setting.changes for setting in advice.fitting):
         lines.append("another rule has its own default options and rates: tune them")

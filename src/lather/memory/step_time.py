@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,7 +56,7 @@ class StepTime:
     tokens: int
     """Tokens of a step, all ranks together."""
     run_tokens: int | None
-    """Tokens of the run; None: they depend on the data (`train.epochs`)."""
+    """Tokens of the run; None: its data (`train.epochs`) are not known."""
     flops: float
     """Model flops of a token (`lather.models.model_flops`)."""
     peak: float
@@ -78,12 +78,29 @@ class StepTime:
 
     @property
     def run_seconds(self) -> float | None:
-        """Seconds of all steps of the run; None: they depend on the data."""
+        """Seconds of all steps of the run; None: its data are not known."""
         return None if self.run_tokens is None else self.run_tokens / self.tokens_per_second
 
 
 def step_time(plan: MemoryPlan, machine: int = 8) -> StepTime:
     """Predict the time of a step, with `machine` devices per machine."""
+    config, rates = plan.config, plan.assumed.rate_table
+    sizes, steps = config.train.batch_sizes, config.train.steps
+    length = config.train.sequence_length
+    model = outline(config)
+    train_only(model, trained_parameters(config).names)
+    return StepTime(
+        *parts_of_step(plan, machine),
+        tokens=config.train.batch_size * length,
+        run_tokens=None if config.train.epochs else sizes.before(steps + 1) * length,
+        flops=flops_per_token(model, config.model, length),
+        peak=(config.log.peak_flops or rates.peak_flops) * plan.world_size,
+    )
+
+
+def parts_of_step(plan: MemoryPlan, machine: int) -> tuple[float, float, float, float]:
+    """Return the seconds of a step's passes, of its optimizer, of bytes sent to other ranks, and of
+    bytes between device and host."""
     config, rates = plan.config, plan.assumed.rate_table
     frequency = getattr(config.optim, "precondition_frequency", 1)
 
@@ -99,20 +116,15 @@ def step_time(plan: MemoryPlan, machine: int = 8) -> StepTime:
         return of_passes / (1 - plan.bubble()), kernels(after, host)
 
     passes, optimizer = max((parts(run.work) for run in plan.ranks), key=sum)
-    sizes, steps = config.train.batch_sizes, config.train.steps
-    length = config.train.sequence_length
-    model = outline(config)
-    train_only(model, trained_parameters(config).names)
-    return StepTime(
-        passes,
-        optimizer,
-        exchange_seconds(plan, machine, rates.kinds["exchanges"].bytes),
-        bus_seconds(plan),
-        tokens=config.train.batch_size * length,
-        run_tokens=None if config.train.epochs else sizes.before(steps + 1) * length,
-        flops=flops_per_token(model, config.model, length),
-        peak=(config.log.peak_flops or rates.peak_flops) * plan.world_size,
-    )
+    exchanges = exchange_seconds(plan, machine, rates.kinds["exchanges"].bytes)
+    return passes, optimizer, exchanges, bus_seconds(plan)
+
+
+def with_epochs(time: StepTime, plan: MemoryPlan, epoch_size: int) -> StepTime:
+    """Return the time with the tokens of a run of `train.epochs` with so many sequences each."""
+    train = plan.config.train
+    sequences = train.batch_sizes.before(train.steps_of_epochs(epoch_size) + 1)
+    return replace(time, run_tokens=sequences * train.sequence_length)
 
 
 def exchange_seconds(plan: MemoryPlan, machine: int, inside_rate: float) -> float:
@@ -165,7 +177,8 @@ def measured_run(rates: str, device: Device) -> MeasuredRun | None:
         path = Path(rates)
         names = ", ".join(RATES)
         fits = (path / "metrics.jsonl").exists()
-        require(fits, "--rates", rates, f"one of {names}, or the folder of a run that has trained")
+        known = f"one of {names}, the folder of a run that has trained, or a file of lather doctor"
+        require(fits, "--rates", rates, known)
         run = _read_measured(path, names)
     known = rates if run is None else run.rates
     kind = "cpu" if known == "cpu" else "gpu"

@@ -29,10 +29,12 @@ class Assumed:
     """Bytes of a GPU. None: an H200's."""
     rates: str = ""
     """Key of `RATES`, the tables of rates of the time model; empty: of the kind of device."""
+    measured: RateTable | None = None
+    """Rates that `lather doctor` has measured, in place of those that `rates` names."""
 
     @property
     def rate_table(self) -> RateTable:
-        return RATES[self.rates or DEFAULT_RATES[self.device]]
+        return self.measured or RATES[self.rates or DEFAULT_RATES[self.device]]
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -230,7 +229,7 @@ def with_epochs(
     if not loop.epochs:
         return start
     size = data.batches.order.epoch_size
-    steps = loop.batch_sizes.steps_of(math.ceil(round(loop.epochs * size, 6)))
+    steps = loop.steps_of_epochs(size)
     passes = "1 epoch" if loop.epochs == 1 else f"{loop.epochs:g} epochs"
     report(f"{passes} of {size:,} sequences: train.steps = {steps:,}")
     with errors_on_all_ranks(mesh.control_group):
