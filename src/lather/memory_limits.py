@@ -7,6 +7,7 @@ import contextlib
 import re
 import resource
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,8 +16,27 @@ from lather.device import gpu_module, is_gpu
 from lather.files import read_text
 
 CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+"""Names the control groups of this process, a line for each hierarchy."""
 LIMITS = {"RLIMIT_AS": "VmSize", "RLIMIT_DATA": "VmData"}
 """Limits of a process, and the line of /proc/self/status that counts what they limit."""
+
+
+@dataclass(frozen=True)
+class CgroupNames:
+    """The names of files in the folder of a control group."""
+
+    limit: str
+    use: str
+    idle: str
+    """Name in `statistics` of the pages of files that were not used lately, in the group and in
+    those inside it."""
+    statistics: str = "memory.stat"
+
+
+SECOND_VERSION = CgroupNames("memory.max", "memory.current", "inactive_file")
+FIRST_VERSION = CgroupNames("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""A group without a limit has a limit there that is larger than any memory."""
 
 
 def host_memory() -> tuple[int, int]:
@@ -53,16 +73,27 @@ def _used(line: str) -> int:
 
 
 def _container_limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use of the control group of this process and of those around it. Pages of
+    """Yield limit and use of the control groups of this process and of those around them. Pages of
     files that were not used lately are given back, and do not count."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        own = read_text(Path("/proc/self/cgroup")).strip().rpartition("0::")[2].strip("/")
-        for folder in (CGROUPS / own, *(CGROUPS / own).parents):
-            if (folder / "memory.max").exists():
-                limit = read_text(folder / "memory.max").strip()
-                if limit != "max":
-                    lines = read_text(folder / "memory.stat").splitlines()
-                    idle = int(dict(line.split() for line in lines)["inactive_file"])
-                    yield int(limit), int(read_text(folder / "memory.current")) - idle
-            if folder == CGROUPS:
-                return
+    with contextlib.suppress(OSError):
+        for line in read_text(MEMBERSHIP).splitlines():
+            number, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            if number == "0":
+                yield from _limits_around(CGROUPS, path, SECOND_VERSION)
+            elif "memory" in controllers.split(","):
+                yield from _limits_around(CGROUPS / "memory", path, FIRST_VERSION)
+
+
+def _limits_around(root: Path, path: str, names: CgroupNames) -> Iterator[tuple[int, int]]:
+    """Yield limit and use of the control group `path` below the folder of all groups, and of those
+    around it. A container may see its own group as that folder, without the group's path."""
+    group = root / path.strip("/")
+    for folder in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or "max"
+            limit = int(read_text(folder / names.limit))
+            lines = read_text(folder / names.statistics).splitlines()
+            idle = int(dict(line.split() for line in lines)[names.idle])
+            yield limit, int(read_text(folder / names.use)) - idle
+        if folder == root:
+            return
