@@ -40,10 +40,13 @@ PLACES: dict[str, tuple[type, str]] = {
     "kill in save": (CheckpointWriter, "write_file"),
     "stuck": (Segments, "_attend"),
     "paused": (Segments, "_attend"),
+    "standstill": (Segments, "_attend"),
 }
 """The function in which rank 1 fails, for each place."""
 WAIT = 20.0
 """Seconds that ranks wait for one that is stuck."""
+PATIENCE = 15.0
+"""Seconds of a standstill that is reported before the timeout of operations, as on a GPU."""
 SAVES = ("save", "save beside", "kill in save")
 """Places in the save of step 3; the second is written while step 4 runs."""
 
@@ -108,7 +111,7 @@ def _fail_in_step(number: int, folder: Path, place: str) -> None:
 
     def fail() -> None:
         (folder / "failed").write_text(str(time.time()))
-        if place == "stuck":
+        if place in ("stuck", "standstill"):
             time.sleep(1000)
         if place == "paused":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -132,6 +135,8 @@ def _fail_in_step(number: int, folder: Path, place: str) -> None:
 if __name__ == "__main__":
     folder, place, nproc = sys.argv[1:]
     timeout = WAIT if place in ("stuck", "paused") else 600.0
-    status = launch(fault_workers.work, (folder, place), int(nproc), GroupOptions(timeout=timeout))
+    patience = PATIENCE if place == "standstill" else None
+    options = GroupOptions(timeout=timeout, patience=patience)
+    status = launch(fault_workers.work, (folder, place), int(nproc), options)
     (Path(folder) / "ended").write_text(str(time.time()))
     sys.exit(status)

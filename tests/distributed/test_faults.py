@@ -31,6 +31,7 @@ killed."""
 
 STUCK = {
     "stuck": "is in step 3, action 2F0, fault_workers.py, line ",
+    "standstill": "is in step 3, action 2F0, fault_workers.py, line ",
     "paused": "does not answer, and the others have waited for it longer than parallel.timeout",
 }
 """The places where rank 1 makes no progress, and what is said of it."""
@@ -72,7 +73,7 @@ def test_a_rank_that_fails_ends_the_job_and_checkpoints_stay_whole(
     _, err = process.communicate(timeout=150)
     assert process.returncode == 1, err
     failed, ended = (float((job.folder / name).read_text()) for name in ("failed", "ended"))
-    wait = fault_workers.WAIT if place in STUCK else 0
+    wait = {"standstill": fault_workers.PATIENCE}.get(place, fault_workers.WAIT * (place in STUCK))
     assert wait < ended - failed < wait + SECONDS
     assert not any(is_alive(pid) for pid in pids)
     if place in RAISED:
@@ -80,6 +81,7 @@ def test_a_rank_that_fails_ends_the_job_and_checkpoints_stay_whole(
         assert err.rstrip().splitlines()[-1].startswith(RAISED[place]), err
     elif place in STUCK:
         assert err.startswith(f"lather: stopped: rank 1 {STUCK[place]}"), err
+        assert ("have waited for it for 15 s" in err) == (place == "standstill"), err
         assert "rank 0" not in err
     else:
         assert "rank 1" in err, err

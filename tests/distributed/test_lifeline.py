@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lather.errors import ConfigError
 from lather.parallel.launch.lifeline import COPY, SETTLE_SECONDS, Failure, Hub
+from lather.parallel.launch.whereabouts import Standstill, whereabouts
 
 BROKEN = RuntimeError(
     "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3022"
@@ -208,6 +211,77 @@ def test_if_all_ranks_wait_the_first_that_gave_up_is_the_cause(job: Ended) -> No
         assert rank.hear() == {"where": True}
         rank.say(place={"text": "step 3", "waits": True})
     assert (job.cause().rank, job.cause().kind) == (1, "connection")
+
+
+def test_after_a_standstill_the_rank_that_does_not_wait_is_named(job: Ended) -> None:
+    """It has reported the standstill itself, and other ranks' reports change nothing."""
+    for rank in (job.ranks[2], job.ranks[0]):
+        rank.say(stalled=540.0)
+    waits = {"text": "step 3, a.py, line 4, in run", "waits": True}
+    for number, rank in enumerate(job.ranks):
+        assert rank.hear() == {"where": True}
+        place = {"text": "step 3, b.py, line 7, in read", "waits": False}
+        rank.say(place=place if number == 2 else waits)
+    cause = job.cause()
+    assert (cause.rank, cause.kind) == (2, "stuck")
+    text = "rank 2 is in step 3, b.py, line 7, in read, and the others have waited for it for 540 s"
+    assert cause.describe().startswith(f"lather: stopped: {text}; the same command resumes")
+
+
+def test_in_a_standstill_in_which_all_wait_all_are_named(job: Ended) -> None:
+    job.ranks[1].say(stalled=540.0)
+    for number, rank in enumerate(job.ranks):
+        assert rank.hear() == {"where": True}
+        rank.say(place={"text": f"step 3, action {number}F0", "waits": True})
+    assert job.cause().text == "no rank has moved for 540 s: " + "; ".join(
+        f"rank {number} is in step 3, action {number}F0" for number in range(len(job.ranks))
+    )
+
+
+def test_a_failure_after_a_standstill_is_the_cause(job: Ended) -> None:
+    job.ranks[1].say(stalled=540.0)
+    job.ranks[2].fail(ArithmeticError("lost count"))
+    for rank in job.ranks[:2]:
+        assert rank.hear() == {"where": True}
+        rank.say(place={"text": "step 3", "waits": True})
+    assert (job.cause().rank, job.cause().kind) == (2, "error")
+
+
+def run_as(file: str, name: str, body: str, **variables: Any) -> Callable[[], None]:
+    """Return a function that seems to stand in this file."""
+    made = dict[str, Any](variables)
+    exec(compile(f"def {name}():\n    {body}\n", file, "exec"), made)
+    function: Callable[[], None] = made[name]
+    return function
+
+
+def test_a_call_of_a_step_that_does_not_return_is_a_standstill() -> None:
+    """A read of a value of a GPU waits for other ranks; its caller is named."""
+    released, seen = threading.Lock(), list[Any]()
+    released.acquire()
+    read = run_as("/a/lather/device.py", "read", "lock.acquire()", lock=released)
+    step = run_as("/a/lather/train/loop.py", "_train_step", "read()", read=read)
+
+    def look() -> None:
+        standstill = Standstill(10.0)
+        time.sleep(0.2)
+        seen.extend(standstill.is_reached(now) for now in (0.0, 9.0, 10.0))
+        seen.append(whereabouts())
+        released.release()
+
+    for call, reached in ((step, True), (read, False)):  # outside of a step nobody waits
+        released.acquire(blocking=False)
+        seen.clear()
+        thread = threading.Thread(target=look)
+        thread.start()
+        call()
+        thread.join()
+        assert seen[:3] == [False, False, reached]
+        assert seen[3].waits
+    thread = threading.Thread(target=lambda: seen.append(Standstill(0.0).is_reached(1.0)))
+    thread.start()
+    thread.join()
+    assert not seen[-1]
 
 
 def test_a_rank_that_does_not_answer_is_the_cause(job: Ended) -> None:

@@ -6,12 +6,12 @@ listens on a thread of its own, so a rank that is blocked in a collective, where
 signal handler, still receives the end of the job and exits. There are no heartbeats, so a slow rank
 is never taken for dead; keep-alive probes, which the kernel answers, detect a lost machine.
 
-Messages are JSON objects, one per line: a rank sends `hello`, `failed`, `done` (its result) and
-`place` (where its main thread is); the hub sends `request` (a signal), `where` and `end`. After the
-first operation that timed out the hub asks all ranks where they are, to name those that the others
-have waited for. When one rank fails, the others soon fail too,
-because their connections to it break. So the hub waits for a moment, and then reports as the cause
-the first failure that is not such a consequence.
+Messages are JSON objects, one per line: a rank sends `hello`, `failed`, `done` (its result),
+`stalled` (that its main thread does not move) and `place` (where that is); the hub sends `request`
+(a signal), `where` and `end`. After the first operation that timed out, or a standstill, the hub
+asks all ranks where they are, to name those that the others have waited for. When one rank fails,
+the others soon fail too, because their connections to it break. So the hub waits for a moment, and
+then reports as the cause the first failure that is not such a consequence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from lather.errors import UserError
 from lather.files import NO_SPACE
 from lather.parallel.launch.requests import Requests
-from lather.parallel.launch.whereabouts import Whereabouts, whereabouts
+from lather.parallel.launch.whereabouts import Standstill, Whereabouts, whereabouts
 
 SETTLE_SECONDS = 0.5
 """Time that the hub waits after the first failure for another one that may be its cause."""
@@ -105,8 +105,8 @@ class Failure:
             )
         if self.kind == "stuck":
             return (
-                f"lather: stopped: {self.text}, and the others have waited for it longer than "
-                "parallel.timeout; the same command resumes the run from its last checkpoint"
+                f"lather: stopped: {self.text}; the same command resumes the run from its last "
+                "checkpoint"
             )
         return f"lather: stopped: {who} failed:\n{self.text.rstrip()}"
 
@@ -188,6 +188,8 @@ class Hub:
         """Processes that are or were connected, or whose death was noticed."""
         self._places: dict[int, Whereabouts] | None = None
         """The places of ranks, once they were asked for."""
+        self._stalled = 0.0
+        """Seconds in which a rank that has not failed did not move; 0: none said so."""
         self._requests: dict[int, None] = {}
         """Signals that were passed on, each once, in order."""
         self._num_done = 0
@@ -257,8 +259,10 @@ class Hub:
     def _is_asking(self) -> bool:
         """Return whether ranks that have not failed were asked for their places, and one has not
         answered yet."""
-        known = {failure.rank for failure in self.failures} | {*(self._places or ())}
-        return self._places is not None and any(line.rank not in known for line in self._lines)
+        places = self._places
+        return places is not None and any(
+            line.rank not in places and not line.is_done for line in self._lines
+        )
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         line = _JsonSocket(self._listener.accept()[0])
@@ -284,6 +288,11 @@ class Hub:
                     self._ask_for_places(self.failures[-1])
                 case {"place": dict(place)} if self._places is not None:
                     self._places[line.rank] = Whereabouts(**place)
+                case {"stalled": float(seconds)} if self._places is None:
+                    text = f"timed out: it has not moved for {seconds:.0f} s"
+                    self._stalled = seconds
+                    self.failures.append(Failure(line.rank, "connection", text, time.time()))
+                    self._ask_for_places(self.failures[-1])
                 case {"done": int(result)}:
                     line.is_done = True
                     self.result = result if line.rank == 0 else self.result
@@ -298,20 +307,30 @@ class Hub:
                 line.send(where=True)
 
     def _named(self, cause: Failure) -> Failure:
-        """Return the cause; in place of a rank that waited in vain, those that it waited for."""
+        """Return the cause; in place of a rank that waited in vain, those that it waited for, or
+        all, if none of them moves."""
         if cause.kind != "connection" or self._places is None:
             return cause
-        failed = {failure.rank for failure in self.failures}
-        ranks = sorted(line.rank for line in self._lines if line.rank not in {*failed, -1})
-        stuck = {
-            rank: "does not answer" if place is None else f"is in {place.text}"
-            for rank in ranks
-            if (place := self._places.get(rank)) is None or not place.waits
+        places = {
+            line.rank: self._places.get(line.rank)
+            for line in sorted(self._lines, key=lambda line: line.rank)
+            if line.rank >= 0 and not line.is_done
         }
-        if not stuck:
+        stuck = [rank for rank, place in places.items() if place is None or not place.waits]
+        if not stuck and not self._stalled:
             return cause
-        texts = [f"rank {rank} {text}" for rank, text in stuck.items()]
-        return Failure(min(stuck), "stuck", "; ".join(texts), cause.when)
+        named = {rank: places[rank] for rank in stuck or places}
+        texts = "; ".join(
+            f"rank {rank} " + ("does not answer" if place is None else f"is in {place.text}")
+            for rank, place in named.items()
+        )
+        if len(named) == len(places) and self._stalled:
+            text = f"no rank has moved for {self._stalled:.0f} s: {texts}"
+        elif self._stalled:
+            text = f"{texts}, and the others have waited for it for {self._stalled:.0f} s"
+        else:
+            text = f"{texts}, and the others have waited for it longer than parallel.timeout"
+        return Failure(min(named), "stuck", text, cause.when)
 
     def _lost(self, line: _JsonSocket) -> None:
         with self._lock:
@@ -346,13 +365,19 @@ class Lifeline:
         rank: int,
         on_end: Callable[[Failure | None], None],
         requests: Requests | None = None,
+        patience: float | None = None,
     ) -> None:
+        """`patience`: seconds of a standstill in a training step that is reported; None: none
+        is."""
         self.rank = rank
         self._on_end, self._requests = on_end, requests or Requests()
         self._line = _JsonSocket(socket.create_connection(address, timeout=30))
         self._line.socket.settimeout(None)
         self._line.send(hello=rank, pid=os.getpid())
         threading.Thread(target=self._listen, name="lather-lifeline", daemon=True).start()
+        if patience is not None:
+            watch = threading.Thread(target=self._watch, args=(patience,), daemon=True)
+            watch.start()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Report the error that ended this rank, and exit with the other ranks."""
@@ -365,6 +390,15 @@ class Lifeline:
         does."""
         self._line.is_done = True
         self._line.send(done=result)
+
+    def _watch(self, patience: float) -> None:
+        """Report a standstill, once."""
+        standstill = Standstill(patience)
+        while not self._line.is_done:
+            time.sleep(min(1.0, patience / 10))
+            if standstill.is_reached(time.monotonic()):
+                self._line.send(stalled=float(patience))
+                return
 
     def _listen(self) -> None:
         while (messages := self._line.receive()) is not None:

@@ -53,6 +53,11 @@ Worker = Callable[..., int]
 ranks; may raise on any rank."""
 
 
+PATIENCE = 0.9
+"""Share of the timeout of collective operations after which a standstill is reported: NCCL's
+watchdog ends the process after the whole timeout, before a rank could say anything."""
+
+
 @dataclass(frozen=True)
 class GroupOptions:
     """Options of the default process group."""
@@ -61,6 +66,17 @@ class GroupOptions:
     """Kind of device; each rank uses its own."""
     timeout: float = 600.0
     """Timeout of a collective operation, in seconds."""
+    patience: float | None = None
+    """Seconds that a rank may stay in one call of a training step, before the places of all ranks
+    are reported and the job ends; None: on a GPU `PATIENCE` of the timeout, on a CPU for ever, as
+    gloo's operations raise an error themselves."""
+
+    @property
+    def standstill(self) -> float | None:
+        """Seconds of a standstill that is reported; None: none is."""
+        if self.patience is None and is_gpu(self.device):
+            return PATIENCE * self.timeout
+        return self.patience
 
 
 def take_nproc(arguments: list[str], world: World | None = None) -> tuple[list[str], int | None]:
@@ -177,7 +193,8 @@ def join(
     if world.rank == 0:
         hub = Hub(host if host in (LOCAL, "localhost") else "", world.size, lambda _: None).start()
         store.set(HUB_KEY, str(hub.port))
-    lifeline = Lifeline((host, int(store.get(HUB_KEY))), world.rank, partial(_leave, world))
+    address, leave = (host, int(store.get(HUB_KEY))), partial(_leave, world)
+    lifeline = Lifeline(address, world.rank, leave, patience=options.standstill)
     status = _work(worker, args, world, options, lifeline, store)
     if hub is not None:
         hub.wait(10 * SETTLE_SECONDS)
@@ -190,7 +207,10 @@ def _local_rank(
 ) -> None:
     """Run a rank that `launch` has started. It shows no errors; its parent does."""
     requests = Requests()
-    lifeline = Lifeline((LOCAL, hub_port), world.rank, lambda _: os._exit(1), requests)
+    address = (LOCAL, hub_port)
+    lifeline = Lifeline(
+        address, world.rank, lambda _: os._exit(1), requests, patience=options.standstill
+    )
     for number in obeyed():
         signal.signal(number, lambda number, frame: requests.add(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, obeyed())
