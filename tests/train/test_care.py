@@ -249,6 +249,14 @@ def test_a_run_goes_back_to_the_checkpoint_before_a_spike(
     out = capsys.readouterr().out
     assert f"step {POISONED} was skipped: its loss of" in out
     assert f"the run goes back to step 25, and leaves out steps 26 to {POISONED}" in out
+    behind = read_rows(Path(config.run_dir) / "spikes.jsonl")
+    assert {row["rolled_back_to"] for row in behind} == {25}
+    steps = [row["step"] for row in behind if "loss" in row]
+    assert steps == [*range(26, POISONED + 1)]
+    [suspect] = [row for row in behind if "suspect" in row]
+    assert suspect["step"] == POISONED
+    assert suspect["sequences"]
+    assert f"{POISONED} was skipped" in out.partition("(spikes.jsonl has their beginnings)")[0]
     left_out = watching("left out", spikes="roll_back", skip_steps=f"26:{POISONED}")
     train(left_out, PlainDisplay(1))
     assert last_weights(Path(left_out.run_dir)) == last_weights(Path(config.run_dir))

@@ -17,6 +17,7 @@ from lather.data.documents import load_tokenizer
 from lather.engine.step_reading import NOT_FINITE, StepResult
 from lather.errors import DataError
 from lather.train.metrics import SuspectRow, SuspectSequence
+from lather.train.roll_back import FILE as ROLLED_BACK
 from lather.train.run_record import RunRecord
 from lather.train.spikes import SpikeWatch
 
@@ -83,7 +84,8 @@ class Care:
         sequences: list[SuspectSequence] = []
         with contextlib.suppress(DataError, OSError):
             sequences += self._sequences(progress.step)
-        where = "" if self.must_roll_back else " (metrics.jsonl has their beginnings)"
+        file = ROLLED_BACK if self.must_roll_back else "metrics.jsonl"
+        where = f" ({file} has their beginnings)"
         read = f"it read {named(sequences)}{where}"
         self._note(f"step {progress.step} was {action}: {why}; {read}")
         row: SuspectRow = {

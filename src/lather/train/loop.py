@@ -47,7 +47,7 @@ from lather.train.notices import Notices, describe_run, rates_at
 from lather.train.outcome import RunOutcome, finish, outcome_of
 from lather.train.pace import PaceMeter
 from lather.train.requests import SAME_REQUEST_SECONDS, RunRequests, TimeLimit
-from lather.train.roll_back import RolledBack, went_back_in_vain
+from lather.train.roll_back import RolledBack, keep_rows, went_back_in_vain
 from lather.train.run_dir import RunData, RunDirectory, open_on_all_ranks, with_epochs
 from lather.train.run_record import RunRecord
 from lather.train.step_profile import StepProfile
@@ -261,6 +261,8 @@ class _TrainingRun:
         again = before.again(checkpoint, self.progress.step)
         if again.times > self.config.train.max_skipped_steps:
             raise went_back_in_vain(self.config, again)
+        if self.record.writes:
+            keep_rows(self.path, self.record.rows(), checkpoint, self.display.note)
         self.display.note(
             f"the run goes back to step {checkpoint}, and leaves out steps {checkpoint + 1} to "
             f"{self.progress.step}"

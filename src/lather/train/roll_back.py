@@ -4,11 +4,19 @@ there as a run does that was killed, and leaves out the steps from there to the 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from lather.config.config import Config
 from lather.config.step_ranges import with_range
+from lather.files import optional_file
 from lather.train.diverged import DivergedError
+
+FILE = "spikes.jsonl"
+"""The rows of steps that a run has left behind, which `metrics.jsonl` no longer has."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,16 @@ class RolledBack:
         """Return how the run goes on from a checkpoint after a spike at a later step."""
         times = self.times + 1 if checkpoint == self.checkpoint else 1
         return RolledBack(with_range(self.skip_steps, checkpoint + 1, spike), checkpoint, times)
+
+
+def keep_rows(
+    run_dir: Path, rows: Iterable[Mapping[str, Any]], checkpoint: int, note: Callable[[str], None]
+) -> None:
+    """Append the rows of metrics after a checkpoint, to which the run goes back, to `FILE`."""
+    later = [{**row, "rolled_back_to": checkpoint} for row in rows if row["step"] > checkpoint]
+    path = run_dir / FILE
+    with optional_file(path, note), path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in later)
 
 
 def went_back_in_vain(config: Config, last: RolledBack) -> DivergedError:

@@ -6,7 +6,7 @@ tokenizer.json     tokenizer of the data set            checkpoints/    complete
 huggingface/       companion files of the tokenizer     changes.jsonl   history of changes
 memory.json        planned and measured bytes           sample.txt      text generated at the end
 timeline.jsonl     actions of each rank over time       report.html     page of the whole run
-profile/           traces and times of profiled steps
+profile/           traces and times of profiled steps   spikes.jsonl    rows of steps left behind
 """
 
 from __future__ import annotations
