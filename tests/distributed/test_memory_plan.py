@@ -76,9 +76,9 @@ def test_context_ranks_divide_the_activations() -> None:
     """At equal tokens on all ranks together, each of n keeps 1 / n of what one rank keeps of a
     layer, and sends what the plan says."""
     length, kept = 1680, []
-    for size in (1, 2, 4):
+    for size in (1, 4):
         most = []
-        for layers in (3, 6):
+        for layers in (2, 3):
             mesh = {"cp": size}
             config = run_config(
                 "adamw", precision="bf16", layers=layers, length=length, parallel=mesh
@@ -91,8 +91,7 @@ def test_context_ranks_divide_the_activations() -> None:
             assert planned.work.context == sent
         kept.append(most[1] - most[0])
     # but for the rows of experts, which are rounded up
-    assert kept[1] == pytest.approx(kept[0] / 2, rel=1e-2)
-    assert kept[2] == pytest.approx(kept[0] / 4, rel=1e-2)
+    assert kept[1] == pytest.approx(kept[0] / 4, rel=1e-2)
 
 
 def delta_net_config(layers: int, **options: Any) -> Config:
@@ -120,9 +119,9 @@ def test_context_ranks_divide_the_activations_of_gated_delta_net(packed: bool) -
     each slice and head B and M, and in backward E and M, in fp32, and the convolution's last inputs
     and their gradients in bf16."""
     length, kept = 1680, []
-    for size in (1, 2, 4):
+    for size in (1, 4):
         most = []
-        for layers in (3, 6):
+        for layers in (2, 3):
             config = delta_net_config(
                 layers,
                 precision="bf16",
@@ -135,8 +134,7 @@ def test_context_ranks_divide_the_activations_of_gated_delta_net(packed: bool) -
             of_slice = 2 * 4 * 16 * (16 + 16) * 4 + 2 * 3 * (2 * 32 + 64) * 2
             assert planned.work.context == (size - 1) * SEQUENCES * 2 * of_slice * layers
         kept.append(most[1] - most[0])
-    assert 1 <= 2 * kept[1] / kept[0] < 1.05
-    assert 1 <= 4 * kept[2] / kept[0] < 1.05
+    assert 1 <= 4 * kept[1] / kept[0] < 1.05
 
 
 @pytest.mark.parametrize(

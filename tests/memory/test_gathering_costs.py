@@ -61,8 +61,8 @@ CASES: dict[str, Config] = {
 TOGETHER = 200_000
 """Bytes that several blocks have, and one has not."""
 
-LONG = ("mtp", "dense first block, blocks together")
-"""Cases of `make test-all`: they take long."""
+LONG = ("dp", "mtp", "bf16", "dense first block, blocks together")
+"""Cases of `make test-all`: they take long, and the others have their meshes and dtypes."""
 
 
 @pytest.mark.parametrize(
