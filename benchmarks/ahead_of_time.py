@@ -50,6 +50,10 @@ SHARED_KIB = {80: 163, 90: 227, 100: 227}
 """The most shared memory that a block can ask for, in KiB by architecture (CUDA C++ programming
 guide, technical specifications)."""
 
+LEAST_ARCHITECTURE = {"block_scaled": 89}
+"""The first architecture with a kernel's instructions, by folder of `lather.kernels`, for those
+that others have not."""
+
 SPILLED_BYTES: dict[str, int] = {}
 """Bytes that a kernel may spill, by kernel, where spilling was measured to be faster than not
 spilling. No kernel spills now."""
@@ -96,6 +100,8 @@ def caught(
     architecture, case = 0, ""
 
     def catch(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if architecture < LEAST_ARCHITECTURE.get(name_of(kernel).partition(".")[0], 0):
+            return
         launches.append(Launch(kernel, arguments, options, architecture, [case]))
 
     run = JITFunction.run

@@ -108,6 +108,33 @@ def _attention_slices(s: ModelSizes) -> Calls:
             yield write_key_gradients, totals, parts, starts, slice(0, 8 * s.t)
 
 
+def _block_scaled(s: ModelSizes) -> Calls:
+    from lather.kernels.block_scaled import BLOCK, DTYPE
+    from lather.kernels.block_scaled.triton import (
+        grouped_product,
+        scale_rows,
+        scale_weights,
+        unscale_rows,
+    )
+
+    def scaled(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        scaled_dims = 1 if len(shape) == 2 else 2
+        scales = [-(-size // BLOCK) for size in shape[-scaled_dims:]]
+        return _on_meta(*shape, dtype=DTYPE), _floats(*shape[:-scaled_dims], *scales)
+
+    end_E, row_G = _on_meta(s.e, dtype=torch.int32), _integers(s.g)
+    yield unscale_rows, *scaled(s.t, s.d), row_G, s.rows(s.d)
+    yield unscale_rows, *scaled(s.t, s.d), None, s.tokens(s.d)
+    for o, i in ((2 * s.f, s.d), (s.d, s.f)):
+        weights = scaled(s.e, o, i)
+        yield scale_weights, _on_meta(s.e, o, i, dtype=s.dtype), *weights
+        yield scale_rows, s.rows(i), *scaled(s.g, i)
+        for row in (row_G, None):
+            rows = scaled(s.t if row is row_G else s.g, i)
+            yield grouped_product, *rows, row, *weights, end_E, s.rows(o), False
+        yield grouped_product, *scaled(s.g, o), None, *weights, end_E, s.rows(i), True
+
+
 def _combine(s: ModelSizes) -> Calls:
     from lather.kernels.combine.triton import combine_forward
 
@@ -378,6 +405,7 @@ def _unit_norm(s: ModelSizes) -> Calls:
 CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _adam_in_basis,
     _attention_slices,
+    _block_scaled,
     _combine,
     _cross_entropy,
     _gather,

@@ -59,7 +59,7 @@ CHANGEABLE = (
     *("train.skip_steps", "train.spikes", "train.spike_deviations", "train.spike_window"),
     *("moe.balance_coefficient", "moe.z_loss_coefficient"),
     *("train.average_timescale", "train.gradient_dtype", "train.mtp_loss_weight"),
-    *("train.dpo_beta", "train.weight_dtype"),
+    *("train.dpo_beta", "train.fp8", "train.weight_dtype"),
 )
 """Keys. For `data.path` only the number of data sets counts: the same data sets may move to other
 places."""

@@ -205,6 +205,14 @@ class Config:
                 f"{name_of(self.optim.rules['experts'])!r}, which stacks all experts of a layer to "
                 "one matrix; klsoap updates each expert by itself"
             )
+        if self.train.fp8 == "block":
+            others = {
+                f"{self.model.model_type} models without experts": not num_experts,
+                "lora.rank, whose adapters multiply in bf16": self.lora.rank,
+                "moe.memory 'reference': give saved or recompute": self.moe.memory == "reference",
+            }
+            for other, is_present in others.items():
+                require(not is_present, "train.fp8", self.train.fp8, f"none with {other}")
         qk_clip = self.train.qk_clip
         constraint = "0 with adapters, whose base weights stay as they are"
         require(not (qk_clip and self.lora.rank), "train.qk_clip", qk_clip, constraint)

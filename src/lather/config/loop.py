@@ -114,6 +114,11 @@ class LoopConfig:
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16: matrix products in bfloat16 (autocast), weights and optimizer state in float32. fp64:
     the model in float64, slow, to compare two runs."""
+    fp8: Literal["none", "block"] = "none"
+    """block: the routed experts' products, forward and for the gradients of their inputs, multiply
+    in FP8 (e4m3), with a scale for each 128 elements of a row and 128 x 128 of a weight; needs bf16
+    precision, and a GPU of compute capability 8.9 or newer. Received rows are then kept in FP8.
+    Weight gradients and all other products stay in bf16."""
     rounded_weights: Literal["step", "block", "product"] = "step"
     """When bf16 training rounds the weights. step: once per step, which takes 2 more bytes per
     weight that the rank alone has. block: before each pass through a block, which takes 2 bytes per
@@ -144,6 +149,9 @@ class LoopConfig:
         if self.weight_dtype == "bfloat16":
             allowed = f"float32 with train.precision = {self.precision!r}"
             require(self.precision == "bf16", "train.weight_dtype", self.weight_dtype, allowed)
+        if self.fp8 == "block":
+            allowed = f"none with train.precision = {self.precision!r}: give train.precision bf16"
+            require(self.precision == "bf16", "train.fp8", self.fp8, allowed)
         if self.precision == "fp64":
             allowed = "float32 with train.precision = 'fp64', which keeps gradients in float64"
             is_wide = self.gradient_dtype == "float32"

@@ -32,7 +32,7 @@ from lather.engine.micro_batch_columns import (
     with_columns,
 )
 from lather.engine.qk_clip import measuring
-from lather.engine.settings import prepare_experts, schedule_for, weights_dtype
+from lather.engine.settings import compute_in_fp8, prepare_experts, schedule_for, weights_dtype
 from lather.engine.step_graph import StepGraph
 from lather.engine.step_reading import NO_LABELS, StepReading, StepResult
 from lather.engine.trained_parameters import train_only, trained_parameters, with_adapters
@@ -87,6 +87,8 @@ class Engine:
         """Makes the schedule of a step by its number of micro-batches, which may grow."""
         self._mtp_loss_weight, self._dpo_beta = loop.mtp_loss_weight, loop.dpo_beta
         prepare_experts(part, moe, mesh.data_group, mesh.context)
+        if loop.fp8 == "block":
+            compute_in_fp8(part, mesh.device, keeps_rows=mesh.ep > 1)
         if loop.weight_dtype == "bfloat16":
             narrow_product_weights(part, torch.bfloat16)
         queue = WeightGradients()

@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lather.config.config import Config, MoEConfig, ParallelConfig
+from lather.device import gpu_module
+from lather.errors import ConfigError
+from lather.kernels.block_scaled import multiplies_in_fp8
 from lather.models.context import Context
 from lather.models.decoder import RoutedModel
+from lather.models.experts import Experts
 from lather.pipeline.schedule import Schedule, dualpipev, sequential
 
 
@@ -26,6 +31,23 @@ def weights_dtype(config: Config) -> torch.dtype:
     """Return the dtype of gradients, and of parameters except for `train.weight_dtype`; matrix
     products may be narrower."""
     return torch.float64 if config.train.precision == "fp64" else torch.float32
+
+
+def compute_in_fp8(model: nn.Module, device: torch.device, *, keeps_rows: bool) -> None:
+    """Have the routed experts compute in FP8, and with `keeps_rows` keep their input in FP8 alone,
+    for rows that were received and that nothing else reads. Raises ConfigError for a device that
+    cannot."""
+    if not multiplies_in_fp8(device):
+        gpu = gpu_module(device)
+        version = ".".join(map(str, gpu.get_device_capability(device)))
+        raise ConfigError(
+            f"train.fp8 = 'block' is not valid on {gpu.get_device_name(device)}, whose compute "
+            f"capability is {version}: it must be an NVIDIA GPU of 8.9 or newer, or a CPU, which "
+            "emulates FP8 slowly: leave train.fp8 out"
+        )
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.in_fp8, module.keeps_fp8_rows = True, keeps_rows
 
 
 def prepare_experts(

@@ -92,6 +92,13 @@ def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]
             "weight gradients as early as they can be: bubble "
             f"{bubbles} if all layers take equally long"
         )
+    if plan.config.train.fp8 == "block":
+        rounded = timeline.of_kind("rounded weights").max()
+        received = ", and the rows that they receive are kept in it" * (plan.config.parallel.ep > 1)
+        lines.append(
+            f"experts multiply in FP8{received}; weights rounded for products take at most "
+            f"{_in(int(rounded), scale)} {unit}"
+        )
     if plan.largest.gathering:
         lines.append(gathering(plan.largest, unit, scale))
     if plan.config.parallel.cp > 1:

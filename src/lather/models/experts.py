@@ -11,6 +11,7 @@ weighted sum per token.
                               <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is
                               computed anyway
 
+With `in_fp8` the products are in FP8 (`lather.models.scaled_products`).
 With memory="recompute" gate/up is not saved either, which costs another gather and product in
 backward. memory="reference" is the plain formula in plain autograd, against which the others are
 tested. Adapters (`lather.models.lora`) save nothing: backward recomputes their products.
@@ -32,6 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from lather.boxes import gradient_dtype
 from lather.device import Read, no_autocast, positions
+from lather.kernels.block_scaled import BlockScaled, scaled_rows
 from lather.kernels.combine import combine_forward
 from lather.kernels.route import Route, plan_route, rows_from_slots, slots_from_rows
 from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
@@ -51,6 +53,7 @@ from lather.models.saving.weight_gradients import (
     WeightGradients,
     weight_gradient,
 )
+from lather.models.scaled_products import Rows, ScaledStack, scaled_weight_gradient
 from lather.shapes import Float, Int
 
 
@@ -63,6 +66,12 @@ class Experts(Deferrable, Rounding, nn.Module):
     """
 
     products_read = ("gate_up_proj", "down_proj")
+    in_fp8 = False
+    """Whether gate/up, down and the gradients of their inputs are products in FP8 with block
+    scales; only without adapters, and not with memory="reference"."""
+    keeps_fp8_rows = False
+    """Whether backward reads x from a copy in FP8, so that its caller may free x after forward;
+    otherwise the copy is made again."""
     gate_up_lora: Adapter | None
     down_lora: Adapter | None
 
@@ -105,7 +114,7 @@ class Experts(Deferrable, Rounding, nn.Module):
         """
         if self.memory == "reference":
             return self.reference_forward(x_RD, experts_RK, weights_RK)
-        dtype = compute_dtype(x_RD)
+        dtype = torch.bfloat16 if self.in_fp8 else compute_dtype(x_RD)
         route = plan_route(
             experts_RK, len(self.down_proj), run_alignment(x_RD.device, dtype), num_pairs
         )
@@ -125,6 +134,8 @@ class Experts(Deferrable, Rounding, nn.Module):
             self.rounded_weights,
             self.gate,
             tuple(scales),
+            self.in_fp8,
+            self.keeps_fp8_rows,
         )
         with no_autocast(x_RD):
             return _RoutedExperts.apply(x_RD, weights_RK, call, route, *parameters)  # type: ignore[no-untyped-call]
@@ -177,11 +188,27 @@ class _Call(GatedCall):
     gate: Gate
     scales: tuple[float, ...]
     """alpha / rank of the adapters of gate/up and of down."""
+    in_fp8: bool
+    keeps_fp8_rows: bool
+
+    def operand(self, x: Rows) -> Rows:
+        """Round the layer's input (R, D) for the products that read it."""
+        if isinstance(x, BlockScaled):
+            return x
+        x = x.to(self.dtype)
+        return scaled_rows(x) if self.in_fp8 else x
+
+    def saved_input(self, x_RD: Tensor, scales: Tensor | None) -> Rows:
+        """Return the layer's input, which deferred weight gradients may keep, in backward."""
+        if scales is not None:
+            return BlockScaled(x_RD, scales)
+        return self.operand(x_RD.detach()) if self.in_fp8 else x_RD.detach()
 
     def stacks(self, end_E: Tensor, parameters: Sequence[Any]) -> tuple[AdaptedStack, AdaptedStack]:
         """Return the stacks of gate/up and of down for the parameters of the autograd function."""
+        kind = ScaledStack if self.in_fp8 else AdaptedStack
         gate_up, down = (
-            AdaptedStack(weight, bias, a, b, scale, end_E, self.cache)
+            kind(weight, bias, a, b, scale, end_E, self.cache)
             for (weight, bias, a, b), scale in zip(
                 (parameters[:4], parameters[4:]), self.scales, strict=True
             )
@@ -203,13 +230,15 @@ class _RoutedExperts(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         gate_up, down = call.stacks(route.end_E, parameters)
-        gate_up_GH = gate_up.linear(rows_of(x_RD.to(call.dtype), route.token_G))
+        x = call.operand(x_RD)
+        gate_up_GH = gate_up.numbered_linear(x, route.token_G)
         y_GD = down.linear(gate_forward(gate_up_GH, call.gate))
         y_RD = combine_forward(y_GD, route.row_TK, weights_RK)
         saved_GH = gate_up_GH if call.keep_gate_up else None
-        ctx.call, ctx.parameters = call, parameters
+        ctx.call, ctx.parameters, ctx.dtype = call, parameters, x_RD.dtype
+        of_fp8 = x if isinstance(x, BlockScaled) and call.keeps_fp8_rows else None
         ctx.save_for_backward(
-            x_RD,
+            *((x_RD, None) if of_fp8 is None else of_fp8),
             weights_RK,
             saved_GH,
             route.token_G,
@@ -226,13 +255,13 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         """dy_g, the gradient of row g's output, is w_g times the gradient of its token; w_g
         multiplies the factor of size F in each product."""
-        x_RD, weights_RK, gate_up_GH, token_G, row_RK, _, end_E, *saved = ctx.saved_tensors
+        x_RD, scales, weights_RK, gate_up_GH, token_G, row_RK, _, end_E, *saved = ctx.saved_tensors
         call: _Call = ctx.call
         parameters = list(map(call.cache.in_backward, ctx.parameters, saved))
         gate_up, down = call.stacks(end_E, parameters)
-        x_RD, grad_RD = x_RD.detach(), grad_RD.to(call.dtype)
+        x, grad_RD = call.saved_input(x_RD, scales), grad_RD.to(call.dtype)
         if gate_up_GH is None:
-            gate_up_GH = gate_up.linear(rows_of(x_RD.to(call.dtype), token_G))
+            gate_up_GH = gate_up.numbered_linear(call.operand(x), token_G)
         needs_x, _, _, _, *needs = ctx.needs_input_grad
         gradient = partial(_gradient, call.queue, ctx.parameters, needs)
         of_gate_up: list[Tensor | None] = [None] * 4
@@ -257,15 +286,16 @@ class _RoutedExperts(torch.autograd.Function):
         del grad_GD
 
         product = partial(_product, ctx.parameters[0], end_E)
-        of_gate_up[0] = gradient(0, product(grad_gate_up_GH, x_RD, x_rows=token_G))
+        of_gate_up[0] = gradient(0, product(grad_gate_up_GH, x, x_rows=token_G))
         if any(needs[2:4]):
-            x_GD = rows_of(x_RD.to(call.dtype), token_G)
+            assert isinstance(x, Tensor)
+            x_GD = rows_of(x.to(call.dtype), token_G)
             of_gate_up[2:] = gate_up.factor_gradients(grad_gate_up_GH, x_GD)
             del x_GD
         of_gate_up[1] = gradient(1, partial(grouped_sum, grad_gate_up_GH, end_E))
         grad_x_RD = None
         if needs_x:
-            grad_x_RD = combine_forward(gate_up.transposed(grad_gate_up_GH), row_RK).to(x_RD.dtype)
+            grad_x_RD = combine_forward(gate_up.transposed(grad_gate_up_GH), row_RK).to(ctx.dtype)
         return grad_x_RD, grad_weights_RK, None, None, *of_gate_up, *of_down
 
 
@@ -281,12 +311,10 @@ def _gradient(
     return weight_gradient(queue, parameters[number], later, now) if needs[number] else None
 
 
-def _product(
-    weight_EOI: Tensor, end_E: Tensor, g: Tensor, x: Tensor, **rows: Tensor
-) -> Accumulable:
+def _product(weight_EOI: Tensor, end_E: Tensor, g: Tensor, x: Rows, **rows: Tensor) -> Accumulable:
     """Return the function that computes the gradient of a stack of weights from these operands."""
-    dtype = gradient_dtype(weight_EOI)
-    return Accumulable(grouped_weight_gradient, g, x, end_E, dtype=dtype, **rows)
+    compute = scaled_weight_gradient if isinstance(x, BlockScaled) else grouped_weight_gradient
+    return Accumulable(compute, g, x, end_E, dtype=gradient_dtype(weight_EOI), **rows)
 
 
 def _down_bias_gradient(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from lather.models.grouped_products import (
     grouped_linear,
     grouped_linear_transposed,
     grouped_weight_gradient,
+    rows_of,
 )
 from lather.models.saving.rounded_weights import NO_CACHE, RoundedWeights
 from lather.shapes import Float, Int
@@ -100,7 +102,11 @@ class AdaptedStack:
         y_GO = self._times(grouped_linear, x_GI, self.weight_EOI)
         if self.a_ErI is not None and self.b_EOr is not None:
             y_GO.add_(self._times(grouped_linear, x_GI, self.a_ErI, self.b_EOr), alpha=self.scale)
-        return y_GO if self.bias_EO is None else y_GO.add_(self.bias_of_rows(x_GI))
+        return self._with_bias(y_GO)
+
+    def numbered_linear(self, x: Any, row_G: Int[Tensor, " g"]) -> Float[Tensor, "g o"]:
+        """Compute `linear` of the rows of x (R, I) with these numbers; of zeros for -1."""
+        return self.linear(rows_of(x, row_G))
 
     def transposed(self, grad_GO: Float[Tensor, "g o"]) -> Float[Tensor, "g i"]:
         """Compute grad (W_e + s B_e A_e), the gradient of the rows in `linear`."""
@@ -119,6 +125,9 @@ class AdaptedStack:
         for stack in stacks:
             rows = product(rows, self.cache.round(stack, rows.dtype), self.end_E)
         return rows
+
+    def _with_bias(self, y_GO: Tensor) -> Tensor:
+        return y_GO if self.bias_EO is None else y_GO.add_(self.bias_of_rows(y_GO))
 
     def bias_of_rows(self, rows: Float[Tensor, "g i"]) -> Float[Tensor, "g o"]:
         """Return the bias of each row's expert, in the dtype of the rows; for rows without an

@@ -18,9 +18,9 @@ segment (`lather.pipeline.tape`).
 
 Kept per MoE block and token: the activations that attention and the norms keep (the normed rows are
 recomputed from the residual), the router's scores, gate/up of the experts, and indices; under
-expert parallelism also the received rows (D each). The experts' outputs and combined sums are freed
-as soon as they are added. Under autocast, rows and their gradients travel in its dtype, to which
-the experts would round them anyway.
+expert parallelism also the received rows (D each; with `train.fp8` in FP8). The experts' outputs
+and combined sums are freed as soon as they are added. Under autocast, rows and their gradients
+travel in its dtype, to which the experts would round them anyway.
 
 Letters: B sequences, S positions, T = B * S tokens, D hidden size, R tokens at this rank's experts,
 K experts per token.
@@ -225,6 +225,8 @@ class Segments(SegmentRunner):
             "experts", compute, dispatched.x_RD, dispatched.weights_RK, reads=attended
         )
         self._was_read(attended, tape, experts, shared)
+        if block.mlp.experts.keeps_fp8_rows:
+            self.frees.release(dispatched.x_RD, *experts.kept_inputs, held=tape.held)
         traveling_back = self.exchange.start_combine(partial_RD, dispatched.handle)
         shared_rows = attended.shared_TD is not None
         block_tape = BlockTape(

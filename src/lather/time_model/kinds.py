@@ -201,6 +201,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 and copies depend on more than their name."""
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 TRITON: dict[str, str] = {
+    "block_scaled": "casts",
+    "block_scaled._multiply": "FP8 grouped GEMM",
     "gather": "rows moved",
     "combine": "rows moved",
     "swiglu": "gates",
@@ -233,8 +235,14 @@ def _flops_of_grouped(tensors: Mapping[str, Tensor]) -> int:
     return 2 * len(tensors["grad_ptr"]) * int(math.prod(tensors["out_ptr"].shape[1:]))
 
 
+def _flops_of_scaled(tensors: Mapping[str, Tensor]) -> int:
+    """Return the flops of the product of each row with its expert's matrix."""
+    return 2 * len(tensors["out_ptr"]) * int(math.prod(tensors["weight_ptr"].shape[1:]))
+
+
 TRITON_FLOPS: dict[str, Callable[[Mapping[str, Tensor]], int]] = {
     "symmetric_product._product": lambda tensors: num_flops(tensors["x_ptr"]),
+    "block_scaled._multiply": _flops_of_scaled,
     "grouped_weight_gradient._add_products": _flops_of_grouped,
 }
 """Functions that return the flops of a launch from its tensors, by folder and function, for the

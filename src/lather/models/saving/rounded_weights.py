@@ -13,14 +13,17 @@ gathered weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lather.boxes import gradient_dtype
+from lather.storages import tensors_in
+
+T = TypeVar("T")
 
 
 class RoundedWeights:
@@ -28,9 +31,9 @@ class RoundedWeights:
 
     def __init__(self) -> None:
         self._is_caching = False
-        self._copies: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
-        """By id of the weight and dtype: the weight (a reference, so that its id is not reused),
-        its version, and the copy."""
+        self._copies: dict[tuple[int, Hashable], tuple[Tensor, int, Any]] = {}
+        """By id of the weight, and by dtype or conversion: the weight (a reference, so that its id
+        is not reused), its version, and the copy, a tensor or a tuple of tensors."""
 
     @contextmanager
     def caching(self) -> Iterator[None]:
@@ -48,11 +51,21 @@ class RoundedWeights:
         """Return `weight.to(dtype)`, for use without autograd."""
         if weight.dtype == dtype or not self.caches(weight):
             return weight.to(dtype)
-        key = id(weight), dtype
+        return self._cached(weight, dtype, lambda: weight.detach().to(dtype))
+
+    def converted(self, weight: Tensor, convert: Callable[[Tensor], T]) -> T:
+        """Return `convert(weight)`, a tuple of tensors, for use without autograd."""
+        if not self.caches(weight):
+            return convert(weight.detach())
+        return self._cached(weight, convert, lambda: convert(weight.detach()))
+
+    def _cached(self, weight: Tensor, how: Hashable, make: Callable[[], T]) -> T:
+        key = id(weight), how
         cached = self._copies.get(key)
         if cached is None or cached[1] != weight._version:
-            cached = self._copies[key] = (weight, weight._version, weight.detach().to(dtype))
-        return cached[2]
+            cached = self._copies[key] = (weight, weight._version, make())
+        copy: T = cached[2]
+        return copy
 
     def caches(self, weight: Tensor | None) -> bool:
         """Tell whether a copy of this weight would be cached now."""
@@ -69,7 +82,7 @@ class RoundedWeights:
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] not in dropped}
 
     def copies(self) -> list[Tensor]:
-        return [copy for _, _, copy in self._copies.values()]
+        return list(tensors_in([copy for _, _, copy in self._copies.values()]))
 
 
 NO_CACHE = RoundedWeights()
