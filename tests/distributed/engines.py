@@ -40,6 +40,7 @@ class Case:
 
     pp: int = 1
     cp: int = 1
+    keep_gathered: bool = False
     ep: int = 1
     replicas: int = 1
     family: str = "deepseek_v2"
@@ -190,7 +191,13 @@ class Pair:
 
 def mesh_of(case: Case) -> Mesh:
     """Build the mesh of a case; all ranks have to call it."""
-    config = ParallelConfig(pp=case.pp, cp=case.cp, ep=case.ep, replicas=case.replicas)
+    config = ParallelConfig(
+        pp=case.pp,
+        cp=case.cp,
+        cp_keep_gathered=case.keep_gathered,
+        ep=case.ep,
+        replicas=case.replicas,
+    )
     return Mesh.build(config, torch.device("cpu"))
 
 

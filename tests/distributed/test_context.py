@@ -43,6 +43,8 @@ def test_two_context_ranks_have_the_loss_and_gradients_of_one_process() -> None:
             Case(cp=2, length=8, balance_level="global_batch", lopsided=True),
             Case(cp=2, length=8, balance_level="micro_batch", defer=False),
             Case(cp=2, length=8, layers=2, lora=3),
+            Case(cp=2, length=8, layers=2, keep_gathered=True, poison=True),
+            Case(cp=2, length=12, layers=2, family="qwen3_moe", keep_gathered=True, recompute=ALL),
             Case(cp=2, length=8, family="deepseek_v3", changes={"num_nextn_predict_layers": 2}),
         ],
     )
@@ -66,6 +68,8 @@ def test_four_context_ranks_have_the_loss_and_gradients_of_one_process() -> None
             Case(cp=2, length=12, family="qwen3_moe", gather="block"),
             Case(cp=2, length=12, **SINKS, poison=True),
             Case(cp=2, ep=2, length=12, **SINKS, poison=True),
+            Case(cp=2, ep=2, length=12, layers=2, **SINKS, keep_gathered=True, poison=True),
+            Case(cp=2, pp=2, length=8, keep_gathered=True, recompute=ALL, poison=True),
             Case(cp=2, ep=2, length=16, family="qwen3_next", recompute=ALL),
             Case(cp=4, length=16, family="qwen3_5_moe", poison=True),
             Case(cp=2, pp=2, length=8, family="qwen3_next", poison=True),
@@ -173,6 +177,12 @@ def test_under_autocast_ranks_exchange_bf16() -> None:
             assert error < 5e-3, (case.name(), error)
 
 
+def sizes(context: Twins) -> list[int]:
+    """Return the present bytes of what was gathered."""
+    storages = (storage() for storage in context.gathered)
+    return [0 if storage is None else storage.nbytes() for storage in storages]
+
+
 @pytest.mark.parametrize("recompute", [(), ALL])
 @pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "llama", "gpt_oss"])
 def test_another_chunk_computes_while_context_ranks_exchange(
@@ -186,11 +196,29 @@ def test_another_chunk_computes_while_context_ranks_exchange(
         for layout in (SequenceLayout(2, 8, CPU), SequenceLayout(2, 16, CPU, context=context)):
             tape, x_BSD = tape_of(layout), input_of(block)
             forward, y_BSD = stops(segments.forward(Stage(0, (block,)), x_BSD, tape, []))
-            storages = [x for x in (storage() for storage in context.gathered) if x is not None]
-            assert not any(storage.nbytes() for storage in storages)
+            assert not any(sizes(context))
             backward, _ = stops(segments.backward(tape, torch.ones_like(y_BSD)))
             found.append((forward, backward))
         assert found == ([(3, 3), (4, 4)] if isinstance(block.mlp, MoE) else [(0, 0), (1, 1)])
+
+
+@pytest.mark.parametrize("recompute", [(), ALL])
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "gpt_oss"])
+def test_what_is_kept_is_not_gathered_again(family: str, recompute: tuple[str, ...]) -> None:
+    """It lives until backward, which has the same gradients. By default there are two gathers."""
+    segments = Segments(recompute=recompute)
+    block, results = tiny_family_model(family).layers[-1], []
+    for keeps in (False, True):
+        context = Twins(0, 2, keeps_gathered=keeps)
+        tape, x_BSD = tape_of(SequenceLayout(2, 16, CPU, context=context)), input_of(block)
+        _, y_BSD = stops(segments.forward(Stage(0, (block,)), x_BSD, tape, []))
+        num_gathered = len(context.gathered)
+        assert [size > 0 for size in sizes(context)] == [keeps] * num_gathered
+        _, grad_BSD = stops(segments.backward(tape, torch.ones_like(y_BSD)))
+        assert len(context.gathered) == num_gathered * (1 if keeps else 2)
+        assert not any(sizes(context))
+        results.append((y_BSD, grad_BSD))
+    assert all(x.equal(y) for x, y in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -65,7 +65,12 @@ def whole_sequences(config: Config, world_size: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param({"cp": 2}, marks=pytest.mark.grid), {"cp": 2, "pp": 2}]
+    "mesh",
+    [
+        pytest.param({"cp": 2}, marks=pytest.mark.grid),
+        {"cp": 2, "cp_keep_gathered": True},
+        {"cp": 2, "pp": 2},
+    ],
 )
 def test_planned_peaks_with_context_ranks(mesh: dict[str, int]) -> None:
     config = run_config("adamw", length=280, parallel=mesh)
@@ -92,6 +97,22 @@ def test_context_ranks_divide_the_activations() -> None:
         kept.append(most[1] - most[0])
     # but for the rows of experts, which are rounded up
     assert kept[1] == pytest.approx(kept[0] / 4, rel=1e-2)
+
+
+def test_gathered_latents_that_are_kept_take_their_bytes() -> None:
+    """In each layer, latent and rotary key of the whole sequences, in bf16; a third of the
+    exchanges is not made."""
+    length, layers, found = 560, 2, []
+    for keeps in (False, True):
+        mesh = {"cp": 2, "cp_keep_gathered": keeps}
+        config = run_config("adamw", precision="bf16", layers=layers, length=length, parallel=mesh)
+        planned = plan(config, 2, Assumed("gpu"))
+        kept = planned.largest.largest.of_kind("activations").max()
+        found.append((kept, planned.work.context))
+    (kept, sent), (all_kept, all_sent) = found
+    rows = config.train.micro_batch_size
+    assert all_kept - kept == layers * rows * length * (32 + 16) * 2
+    assert all_sent * 3 == sent * 2
 
 
 def delta_net_config(layers: int, **options: Any) -> Config:

@@ -175,6 +175,16 @@ def test_activations_come_first_where_they_can_be_enough() -> None:
     assert [setting.plan.needed for setting in advice.fitting] == [800, 750]
 
 
+def test_what_context_ranks_keep_is_gathered_again_first() -> None:
+    mesh: dict[str, Any] = {"cp": 2, "ep": 2}
+    config = deep_config("soap", **mesh, cp_keep_gathered=True)
+    again: Changes = {"parallel.cp_keep_gathered": False}
+    found = changes_of(advised(400, config=config, activations=400, world=4))
+    assert found[:3] == [again, again | ATTENTION, again | EXPERTS]
+    found = changes_of(advised(400, config=deep_config("soap", **mesh), activations=400, world=4))
+    assert found[:2] == [ATTENTION, EXPERTS]
+
+
 def test_a_smaller_state_comes_first_where_activations_cannot_be_enough() -> None:
     """Activations are 200 of the 900 bytes, and 600 are there."""
     advice = advised(600)

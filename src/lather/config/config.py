@@ -67,6 +67,10 @@ class ParallelConfig:
     """Pipeline ranks; each holds two of the 2 * pp stages."""
     cp: Count = 1
     """Context ranks, among which each sequence is divided into slices, for long sequences."""
+    cp_keep_gathered: bool = False
+    """Keep what attention gathered from the context ranks for the backward pass, rather than gather
+    it again: two exchanges of three remain, and each layer keeps keys and values (or latents) of
+    whole sequences."""
     ep: Count = 1
     """Expert ranks, among which the experts of every layer are divided. All ranks / (pp * cp * ep)
     is dp; the batch is divided among dp * ep data ranks."""

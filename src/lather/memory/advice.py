@@ -253,9 +253,11 @@ class _Ladder:
         return meshes[:1] if self.has_needless_pipeline else meshes
 
     def activations(self) -> list[Changes]:
-        """Parameters gathered block by block; micro-batches of a sequence, with attention computed
-        twice, then also the experts' products."""
+        """Parameters gathered block by block, and keys and values gathered again; micro-batches of
+        a sequence, with attention computed twice, then also the experts' products."""
         block: Changes = {"parallel.gather": "block"} if self.gathers_stages else {}
+        if self.best.config.parallel.cp > 1 and self.best.config.parallel.cp_keep_gathered:
+            block["parallel.cp_keep_gathered"] = False
         attention = {**block, "train.micro_batch_size": 1, "train.recompute": ("attention",)}
         return [*([block] if block else []), attention, {**attention, "moe.memory": "recompute"}]
 

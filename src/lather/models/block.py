@@ -105,13 +105,15 @@ class Block(nn.Module):
         self, x_BSD: Float[Tensor, "b s d"], layout: SequenceLayout, recomputation: Recomputation
     ) -> tuple[Projected, list[Callable[[], Tensor]]]:
         """Run `attend_and_route` up to where context ranks exchange. Return with the results
-        functions that return the shared ones again in backward."""
+        functions that return the shared ones again in backward, if it gathers them again."""
         attention = self.self_attn
         assert isinstance(attention, GatheringAttention)
         with recomputation.watch():
             _, normed = self._normed_input(x_BSD, layout, recomputation)
             projected = attention.project(normed, layout, recomputation)
-            return projected, [recomputation.keep(x) for x in projected.shared]
+            assert layout.context is not None
+            again = () if layout.context.keeps_gathered else projected.shared
+            return projected, [recomputation.keep(x) for x in again]
 
     def attend_to_all(
         self,
@@ -124,8 +126,11 @@ class Block(nn.Module):
         backward needs; None if autograd keeps them."""
         attention = self.self_attn
         assert isinstance(attention, GatheringAttention)
+        assert layout.context is not None
         with recomputation.watch():
-            given = recomputation.given_again(projected.shared)
+            given = None
+            if not layout.context.keeps_gathered:
+                given = recomputation.given_again(projected.shared)
             branch_BSD = attention.attend_to_all(projected, layout, recomputation)
             return self._route(x_BSD, branch_BSD, layout, recomputation), given
 

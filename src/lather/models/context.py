@@ -16,7 +16,7 @@ Letters: B sequences, S positions of this rank, T = C * S positions of all ranks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ class Context:
     rank: int
     size: int
     """Number of context ranks, C."""
+    keeps_gathered: bool = field(default=False, kw_only=True)
+    """Attention keeps for the backward pass what it gathered, rather than gather it again."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

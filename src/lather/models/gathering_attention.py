@@ -54,12 +54,13 @@ class GatheringAttention(MeasuredAttention):
     def gather_and_attend(
         self, x_BSD: NormedRows, layout: SequenceLayout, recomputation: Recomputation
     ) -> Float[Tensor, "b s d"]:
-        """Run the whole layer. Backward gathers again."""
+        """Run the whole layer. Backward gathers again, unless the context keeps what it gathers."""
         context = layout.context
         assert context is not None
         projected = self.project(x_BSD, layout, recomputation)
         shared = context.gather(projected.shared)
-        recomputation.add(shared, lambda *shared: context.gather(shared), *projected.shared)
+        if not context.keeps_gathered:
+            recomputation.add(shared, lambda *shared: context.gather(shared), *projected.shared)
         return self.attend_to_all(replace(projected, shared=shared), layout, recomputation)
 
 

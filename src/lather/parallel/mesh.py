@@ -54,6 +54,8 @@ class Mesh:
     device: torch.device
     cp: int = 1
     """Context ranks."""
+    keeps_gathered: bool = False
+    """See `Context`."""
     pp_group: dist.ProcessGroup | None = None
     neighbor_groups: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
     """On a GPU, by pipeline rank: this rank and a neighbor in the pipeline, for their transfers
@@ -113,7 +115,8 @@ class Mesh:
         """This rank's slices of its sequences; None: it has them whole."""
         if self.cp == 1:
             return None
-        return ContextRanks(self.cp_rank, self.cp, self.cp_group)
+        keeps = self.keeps_gathered
+        return ContextRanks(self.cp_rank, self.cp, self.cp_group, keeps_gathered=keeps)
 
     @classmethod
     def single(cls, device: torch.device) -> Mesh:
@@ -156,6 +159,7 @@ class Mesh:
             rank=dist.get_rank(),
             device=device,
             cp=config.cp,
+            keeps_gathered=config.cp_keep_gathered,
             cp_group=cp_group,
             pp_group=grid.get_group("pp"),
             neighbor_groups=neighbor_groups,

@@ -5,8 +5,8 @@ exchange of what keys and values are made of cuts it in two.
     backward    gather again, during the backward pass of what follows | attention's and router's |
                 sum of the gathered tensors' gradients ...yield... projections'
 
-The gathered tensors are freed after the forward pass. A recomputed segment projects again before it
-gathers again.
+The gathered tensors are freed after the forward pass, unless they are kept for the backward pass,
+which then gathers nothing. A recomputed segment projects again before it gathers again.
 
 Letters: B sequences, S positions, T tokens, D hidden size.
 """
@@ -142,9 +142,16 @@ class SplitCut:
     """The kept state of a segment in two parts. In backward call `start_again`, later
     `finish_again`; then `attend` and `project` are two cuts."""
 
-    def __init__(self, segment: AttentionSegment, project: Cut, attend: Cut | None) -> None:
-        """`attend` None: the segment is recomputed."""
-        self.segment, self.project = segment, project
+    def __init__(
+        self,
+        segment: AttentionSegment,
+        project: Cut,
+        attend: Cut | None,
+        gathered: Outputs = (),
+    ) -> None:
+        """`attend` None: the segment is recomputed, from the `gathered` tensors if they are
+        kept."""
+        self.segment, self.project, self._gathered = segment, project, gathered
         self._attend = attend
         self._own: Outputs = ()
         """The first inputs of the second part, if the segment is recomputed."""
@@ -162,6 +169,10 @@ class SplitCut:
             (x_BSD,) = self.project.kept_inputs
             own, shared = segment.split(self.project.repeat())
             self._own = (x_BSD, *own)
+            if self._gathered:
+                gathered, self._gathered = self._gathered, ()
+                self._arriving = Pending(lambda: gathered)
+                return
         elif segment.given is not None and segment.given.is_needed:
             shared = tuple(x() for x in segment.kept)
         else:

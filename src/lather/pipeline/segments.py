@@ -313,10 +313,13 @@ class Segments(SegmentRunner):
         recomputed = "attention" in self.recompute
         with torch.no_grad() if recomputed else nullcontext():
             attend, outputs = self._run_once("attention", segment.attend, x_BSD, *own, *shared)
-        if recomputed or segment.given is not None:
+        is_kept = recomputed and segment.context.keeps_gathered
+        if (recomputed and not is_kept) or segment.given is not None:
             for x_BTx in shared:
                 self.frees.release(x_BTx, *outputs, held=tape.held)
-        split = SplitCut(segment, project, None if recomputed else attend)
+        split = SplitCut(
+            segment, project, None if recomputed else attend, shared if is_kept else ()
+        )
         return split, segment.attended(outputs)
 
     def _backward_attend(
