@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tiny_training import Silent, make_config, start, write_texts
 
 from lather.checkpoint.folder import list_checkpoints
+from lather.commands.eval import eval_command
 from lather.config.config import Config
 from lather.engine.engine import Engine
 from lather.files import read_rows
@@ -293,6 +294,21 @@ def test_the_rows_show_that_the_options_count(folder: Path) -> None:
         for name in RUNS
     ]
     assert len({json.dumps(each) for each in losses}) == len(RUNS)
+
+
+@pytest.mark.usefixtures("two")
+def test_one_process_evaluates_what_context_ranks_trained(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`lather eval`, `generate` and `score` find a model in the same way."""
+    losses = []
+    for name in ("everything", "cp2 everything"):
+        eval_command([str(folder / name), "--max-sequences", "2", "--json"])
+        out, err = capsys.readouterr()
+        (found,) = json.loads(out)["sets"].values()
+        losses.append(found["loss"])
+        assert ("without the run's 2 context ranks" in err) == name.startswith("cp2")
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_a_stop_that_one_rank_is_asked_for_stops_all_and_another_mesh_goes_on(

@@ -73,14 +73,18 @@ class PublishedModel(TrainedModel):
 
 def find_model(name: str, step: int = -1, weights: str = "raw") -> TrainedModel:
     """Find the checkpoint that RUN, RUN@STEP or RUN@best names, as `TrainedModel.find`, or the
-    model of a Hugging Face folder, and print what should be known of that.
+    model of a Hugging Face folder, and print what should be known of it.
 
     Raises UserError if there is none, or for a step or weights of a Hugging Face folder, which has
     one set of weights; ExchangeError if its model is not supported.
     """
     folder = Path(name)
     if not (folder / CONFIG_FILE).is_file() or (folder / CONFIGURATION).exists():
-        return TrainedModel.find(name, step, weights)
+        trained = TrainedModel.find(name, step, weights)
+        if (context_ranks := trained.config.parallel.cp) > 1:
+            alone = f"this is one process, without the run's {context_ranks} context ranks"
+            print(f"note: {alone}: it has whole sequences, not slices", file=sys.stderr)
+        return trained
     if step >= 0 or weights != "raw":
         option = f"--step {step}" if step >= 0 else f"--weights {weights}"
         raise UserError(
