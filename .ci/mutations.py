@@ -83,7 +83,7 @@ MUTATIONS = (
     Mutation(
         "kernels: squares of parts of other sizes are added",
         "kernels/unit_norm/triton.py",
-        "parts * _square(sizes / size)",
+        "parts * square(sizes / size)",
         "parts",
         "kernels/test_unit_norm.py",
     ),

@@ -196,10 +196,12 @@ def _linear_cross_entropy(s: ModelSizes) -> Calls:
 
 
 def _momentum(s: ModelSizes) -> Calls:
-    from lather.kernels.momentum.triton import nesterov_
+    from lather.kernels.momentum.triton import nesterov_, unit_nesterov_
 
     x = _floats(s.e, 2 * s.f, s.d)
     yield nesterov_, x, x, 0.95
+    for dtype in (torch.bfloat16, torch.float32):
+        yield unit_nesterov_, x, x, 0.95, dtype
 
 
 def _narrow_updates(s: ModelSizes) -> Calls:

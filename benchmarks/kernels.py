@@ -29,7 +29,7 @@ from lather.kernels.adam_in_basis import adam_in_basis
 from lather.kernels.backend import use_triton
 from lather.kernels.grouped_weight_gradient import outer_product_sums
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
-from lather.kernels.momentum import nesterov_
+from lather.kernels.momentum import nesterov_, unit_nesterov_
 from lather.kernels.narrow_updates import change_by_
 from lather.kernels.narrow_weights import change_
 from lather.kernels.quantized import dequantize, num_blocks, quantize_
@@ -354,6 +354,14 @@ def _muon(s: KernelSizes, device: torch.device) -> KernelCase:
     """Make the case of what Muon does to gradients before Newton-Schulz."""
     draw, shape = _Draw(s, device), (s.elements // s.d**2 + 1, s.d, s.d)
     g, b = (draw.normal(*shape, dtype=torch.float32) for _ in range(2))
+    run = lambda: (unit_nesterov_(b, g, 0.95, torch.bfloat16), b)  # noqa: E731
+    return KernelCase("unit_nesterov_", run, 22 * g.numel())
+
+
+def _nesterov(s: KernelSizes, device: torch.device) -> KernelCase:
+    """Make the case of momentum that is preconditioned before it is divided by its norm."""
+    draw, shape = _Draw(s, device), (s.elements // s.d**2 + 1, s.d, s.d)
+    g, b = (draw.normal(*shape, dtype=torch.float32) for _ in range(2))
     run = lambda: (unit_norm(nesterov_(b, g, 0.95), torch.bfloat16), b)  # noqa: E731
     return KernelCase("nesterov_ and unit_norm", run, 26 * g.numel())
 
@@ -457,6 +465,7 @@ CASES: dict[str, Callable[[KernelSizes, torch.device], KernelCase]] = {
         _route,
         _adam,
         _muon,
+        _nesterov,
         _narrow_updates,
         _narrow_weights,
         _quantized,

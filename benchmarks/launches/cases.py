@@ -28,7 +28,11 @@ from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.families import FAMILIES, ModelConfig, build_model
 from lather.models.model_flops import flops_per_token
 from lather.models.moe import MoE
-from lather.models.saving.rounded_weights import RoundedWeights, set_rounded_weights
+from lather.models.saving.rounded_weights import (
+    RoundedWeights,
+    narrow_product_weights,
+    set_rounded_weights,
+)
 from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.optim import parameters_by_kind
@@ -89,7 +93,8 @@ PLAIN_STEPS = ("first", "a step")
 STEPS_AFTER_ADAM = {1: "before the bases", 2: "first bases", 3: "refresh"}
 """The steps of KL-SOAP that are counted, and their names."""
 BLOCK_PASSES = ("forward and backward", "the same of a later micro-batch")
-"""Passes of a block; the gradients of the later one are added to those of the one before."""
+"""Passes of a block in a step; the gradients of the later one are added to those of the one before,
+and it finds the weights rounded already."""
 TOKENS = 8192
 SEQUENCES = 2
 """Sequences of a block's tokens, if no context ranks divide one."""
@@ -208,10 +213,15 @@ def rows_of_expert(tokens: int, model: ModelConfig) -> int:
 
 
 def block_case(
-    model: str, tokens: int = TOKENS, precision: str = "bf16", context_ranks: int = 1
+    model: str,
+    tokens: int = TOKENS,
+    precision: str = "bf16",
+    context_ranks: int = 1,
+    weight_dtype: str = "float32",
 ) -> LaunchCase:
     """Make the case of an MoE block, forward and backward, as the engine runs it in one process, or
-    on one of the ranks that each have so many tokens of a sequence."""
+    on one of the ranks that each have so many tokens of a sequence. Weights in bfloat16 are those
+    of `train.weight_dtype`, and those that data ranks gather from each other."""
     config = model_config(model, num_hidden_layers=2)
     sequences = 1 if context_ranks > 1 else SEQUENCES
     length = tokens * context_ranks // sequences
@@ -220,6 +230,8 @@ def block_case(
         counter.rows_of_expert = rows_of_expert(tokens, config)
         part = _part(config, counter.device)
         block = moe_block(map(part.block, range(len(part.layers))))
+        if weight_dtype == "bfloat16":
+            narrow_product_weights(part, torch.bfloat16)
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
         kept = RoundedWeights()
@@ -236,26 +248,30 @@ def block_case(
         tokens_BS = torch.zeros(shape, dtype=torch.long, device=counter.device)
         batch = MicroBatch(tokens_BS, tokens_BS, layout)
         with _ranks(context_ranks, counter.device):
-            for name in ("", *BLOCK_PASSES):
-                if name != BLOCK_PASSES[-1]:
-                    for p in block.parameters():
-                        p.grad = None
-                x_BSD, tape = (
-                    torch.empty(*shape, part.hidden_size, device=counter.device),
-                    ChunkTape(batch),
-                )
-                counter.restart()
-                with kept.caching():
-                    y_BSD = _finish(segments.forward(stage, x_BSD, tape, []))
-                    _finish(segments.backward(tape, torch.empty_like(y_BSD)))
-                if name:  # the first pass makes masks and rotary tables
-                    yield name
+            # the first step makes masks and rotary tables
+            for names in (("",), BLOCK_PASSES):
+                for p in block.parameters():
+                    p.grad = None
+                with kept.caching():  # as a step does: its micro-batches share rounded weights
+                    for name in names:
+                        x_BSD, tape = (
+                            torch.empty(*shape, part.hidden_size, device=counter.device),
+                            ChunkTape(batch),
+                        )
+                        counter.restart()
+                        y_BSD = _finish(segments.forward(stage, x_BSD, tape, []))
+                        _finish(segments.backward(tape, torch.empty_like(y_BSD)))
+                        if name:
+                            yield name
 
     name = f"an MoE block of {model}"
     described: dict[str, Any] = {"part": "block", "model": model}
     if context_ranks > 1:
         name += f", a context rank of {context_ranks}"
         described |= {"context_ranks": context_ranks}
+    if weight_dtype != "float32":
+        name += ", weights in bf16"
+        described |= {"weight_dtype": weight_dtype}
     described |= {"tokens": tokens, "sequences": sequences, "precision": precision}
     whole = build_model(config, None, torch.device("meta"))
     useful = tokens * flops_per_token(moe_block(whole.layers), config, length, 1)

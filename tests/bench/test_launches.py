@@ -38,16 +38,18 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         ("the loss: forward and backward", 433, 36.8, 29.3),
         ("an MoE block of DeepSeek-V2-Lite: forward and backward", 103, 18.8, 13.2),
-        ("an MoE block of DeepSeek-V2-Lite: the same of a later micro-batch", 106, 21.2, 13.2),
+        ("an MoE block of DeepSeek-V2-Lite: the same of a later micro-batch", 97, 17.7, 11.8),
+        ("an MoE block of DeepSeek-V2-Lite, weights in bf16: forward and backward", 94, 15.3, 11.8),
         ("an MoE block of Qwen3-30B-A3B: forward and backward", 105, 19.9, 12.4),
-        ("an MoE block of Qwen3-30B-A3B: the same of a later micro-batch", 109, 22.4, 12.9),
+        ("an MoE block of Qwen3-30B-A3B: the same of a later micro-batch", 103, 18.6, 11.4),
+        ("an MoE block of Qwen3-30B-A3B, weights in bf16: forward and backward", 99, 16.1, 10.9),
     ],
 )
 def test_counts_and_predicted_times_do_not_grow_and_nobody_waits(
     rows: dict[str, Any], case: str, at_most: int, gigabytes: float, ms: float
 ) -> None:
     row, total = rows[case], rows[case]["total"]
-    assert 100 < total["launches"] <= at_most
+    assert 90 < total["launches"] <= at_most
     assert 5 < (total["bytes_read"] + total["bytes_written"]) / 1e9 <= gigabytes
     assert total["host_waits"] == 0
     assert total["triton"] > 0
@@ -66,11 +68,15 @@ def test_a_later_micro_batch_reads_the_sums_of_gradients_and_writes_no_more(
     rows: dict[str, Any], model: str, weights: int
 ) -> None:
     """4 bytes per weight are written, and in a later micro-batch 4 are read. `weights` are those of
-    experts, the others of a block have fewer. The products are the same in both."""
+    experts, the others of a block have fewer. The products are the same in both. Weights in fp32
+    have been rounded by the micro-batch before."""
     first, later = (
-        rows[f"an MoE block of {model}: {name}"]["total"]
+        rows[f"an MoE block of {model}, weights in bf16: {name}"]["total"]
         for name in ("forward and backward", "the same of a later micro-batch")
     )
+    rounded = rows[f"an MoE block of {model}: the same of a later micro-batch"]["total"]
+    assert rounded["kernels"] == later["kernels"]
+    assert rounded["bytes_read"] == later["bytes_read"]
     assert first["flops"] == later["flops"] > 4e12
     assert 0 <= later["bytes_read"] - first["bytes_read"] - 4 * weights < 4 * 0.1 * weights
     assert 0 <= later["bytes_written"] - first["bytes_written"] < 1e7

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.kernels.momentum import nesterov_
+from lather.kernels.momentum import nesterov_, unit_nesterov_
 from lather.kernels.narrow_updates import change_by_
 from lather.kernels.narrow_weights import change_
 from lather.kernels.remainder import join
@@ -31,6 +31,16 @@ def test_momentum(shape: tuple[int, ...], mu: float) -> None:
     n = nesterov_(on_cuda, g.cuda(), mu)
     torch.testing.assert_close(n.cpu(), nesterov_(b, g, mu), rtol=0, atol=2e-6)
     torch.testing.assert_close(on_cuda.cpu(), b, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_unit_norms_of_momentum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    g, b = drawn(*shape, seed=0).cuda(), drawn(*shape, seed=1).cuda()
+    before = b.clone()
+    y = unit_nesterov_(b, g, 0.95, dtype)
+    assert y.equal(unit_norm(nesterov_(before, g, 0.95), dtype))
+    assert b.equal(before)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -3,6 +3,7 @@ the interpreter, is the reference."""
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.implementations import assert_close, on_each
-from lather.kernels.momentum import nesterov_, reference
+from lather.kernels.momentum import nesterov_, reference, unit_nesterov_
 
 try:
     from lather.kernels.momentum import triton
@@ -55,3 +56,52 @@ def test_any_strides_have_the_bits_of_torch() -> None:
     momentum = b.lerp(g, 1 - 0.9)
     assert nesterov_(b, g, 0.9).equal(g.lerp(momentum, 0.9))
     assert b.equal(momentum)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+@pytest.mark.parametrize("shape", [(3, 63, 500), (2, 1, 1), (1, 130, 260), (4, 5)], ids=str)
+def test_unit_norms(
+    implementation: ModuleType, shape: tuple[int, ...], scale: float, dtype: torch.dtype
+) -> None:
+    g, b = drawn(*shape, seed=0) * scale, drawn(*shape, seed=1) * scale
+    momentum = 0.95 * b.double() + 0.05 * g.double()
+    n = 0.95 * momentum + 0.05 * g.double()
+    n /= torch.linalg.vector_norm(n, dim=tuple(range(1, n.dim())), keepdim=True)
+    y = implementation.unit_nesterov_(b, g, 0.95, dtype)
+    assert y.dtype == dtype
+    assert_close(y, n, dtype)
+    assert_close(b, momentum, torch.float32)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_unit_norms_of_zeros_and_of_what_is_not_finite(
+    implementation: ModuleType, value: float
+) -> None:
+    g, b = drawn(3, 130, 260, seed=0), drawn(3, 130, 260, seed=1)
+    g[0], b[0], g[1, 100, 3] = 0.0, 0.0, value
+    alone = implementation.unit_nesterov_(b[2:].clone(), g[2:], 0.95, torch.bfloat16)
+    zeros, wrong, right = implementation.unit_nesterov_(b, g, 0.95, torch.bfloat16)
+    assert not zeros.any()
+    assert wrong.isnan().all()
+    assert right.equal(alone[0])
+
+
+@IMPLEMENTATIONS
+def test_unit_norms_are_those_of_both_operations(implementation: ModuleType) -> None:
+    g, b = drawn(2, 63, 200, seed=0), drawn(2, 63, 200, seed=1)
+    before = b.clone()
+    y = implementation.unit_nesterov_(b, g, 0.9, torch.float32)
+    norms = importlib.import_module(implementation.__name__.replace("momentum", "unit_norm"))
+    assert y.equal(norms.unit_norm(implementation.nesterov_(before, g, 0.9), torch.float32))
+    assert b.equal(before)
+
+
+def test_unit_norms_of_no_matrices_and_other_strides() -> None:
+    g, b = drawn(2, 9, 7, seed=0).mT, drawn(2, 7, 9, seed=1)
+    assert unit_nesterov_(b[:0], g[:0], 0.9, torch.float32).shape == (0, 7, 9)
+    expected = reference.unit_nesterov_(b.clone(), g.contiguous(), 0.9, torch.float32)
+    assert_close(unit_nesterov_(b, g, 0.9, torch.float32), expected, torch.float32)

@@ -15,6 +15,7 @@ from lather.optim.batched.plan import change_weights
 from lather.optim.batched.roster import Change
 from lather.optim.linalg import newton_schulz
 from lather.optim.linalg.newton_schulz import orthogonalize
+from lather.optim.rules import muon
 
 SHAPES = [(5, 7), (3,), (2, 4, 6)]
 
@@ -62,7 +63,7 @@ def test_updates_of_newton_schulz_in_bf16(least: int, monkeypatch: pytest.Monkey
         optimizer = Muon(params, lr=0.1, newton_schulz_dtype="bfloat16")
         if narrow:
             monkeypatch.setattr(plan, "LEAST_NARROW", least)
-            for module in (plan, newton_schulz):
+            for module in (plan, newton_schulz, muon):
                 as_on_a_gpu(monkeypatch, module)
             monkeypatch.setattr(
                 plan, "change_by_", lambda w, u, *rest: taken.append(u.dtype) or change(w, u, *rest)

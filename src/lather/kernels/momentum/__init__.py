@@ -4,10 +4,14 @@
 
 On a GPU one kernel reads G and B and writes B and N, 16 bytes per fp32 element; torch's two
 operations move 24.
+
+`unit_nesterov_` divides N by its norm, for Newton-Schulz (`lather.kernels.unit_norm`), and does not
+write it: 22 bytes with a result in bf16, of which both operations one after the other move 26.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -24,4 +28,21 @@ def nesterov_(b: Float[Tensor, "*dims"], g: Float[Tensor, "*dims"], mu: float) -
     )
     n: Tensor = fastest(reference.nesterov_, b, g, in_reference=not has_kernel)(b, g, mu)
     increment_version(b)  # a kernel of Triton does not tell torch
+    return n
+
+
+def unit_nesterov_(
+    b: Float[Tensor, "b *dims"], g: Float[Tensor, "b *dims"], mu: float, dtype: torch.dtype
+) -> Tensor:
+    """Do the same as `nesterov_`, and return N / |N| in `dtype` for each matrix of N (B, ...), as
+    `unit_norm` does."""
+    has_kernel = (
+        (b.dtype == g.dtype == torch.float32)
+        and b.is_contiguous()
+        and g.is_contiguous()
+        and g.numel() > 0
+    )
+    operation = fastest(reference.unit_nesterov_, b, g, in_reference=not has_kernel)
+    n: Tensor = operation(b, g, mu, dtype)
+    increment_version(b)
     return n

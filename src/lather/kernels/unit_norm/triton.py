@@ -9,6 +9,8 @@ order, and divides a block. There are no atomics: a matrix has the same bits in 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -25,21 +27,55 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 def unit_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
-    num_matrices, numel = len(x), x.numel() // len(x)
-    num_blocks = triton.cdiv(numel, BLOCK)
-    run = max(RUN, triton.cdiv(num_blocks, PARTS))
-    num_parts = triton.cdiv(num_blocks, run)
-    largest, squares = x.new_empty(num_matrices, num_parts), x.new_empty(num_matrices, num_parts)
-    out, grid = torch.empty_like(x, dtype=dtype), (num_matrices * num_parts,)
-    launch(_measure, grid, x, largest, squares, numel, num_parts, run, BLOCK=BLOCK)
-    options = {"PARTS": triton.next_power_of_2(num_parts), "BLOCK": BLOCK}
-    numbers = (numel, num_parts, num_blocks)
-    launch(_divide, (num_matrices * num_blocks,), x, largest, squares, out, *numbers, **options)
+    parts = MatrixParts.of(x)
+    largest, squares = parts.empty(x), parts.empty(x)
+    out, grid = torch.empty_like(x, dtype=dtype), (len(x) * parts.num_parts,)
+    launch(_measure, grid, x, largest, squares, *parts.of_first, BLOCK=BLOCK)
+    grid = (len(x) * parts.num_blocks,)
+    launch(_divide, grid, x, largest, squares, out, *parts.of_second, **parts.options)
     return out
 
 
+@dataclass(frozen=True)
+class MatrixParts:
+    """How matrices are divided among the programs of the two kernels."""
+
+    numel: int
+    """Number of elements of a matrix."""
+    num_blocks: int
+    run: int
+    """Number of blocks of a part."""
+
+    @classmethod
+    def of(cls, x: Tensor) -> MatrixParts:
+        numel = x.numel() // len(x)
+        num_blocks = triton.cdiv(numel, BLOCK)
+        return cls(numel, num_blocks, max(RUN, triton.cdiv(num_blocks, PARTS)))
+
+    @property
+    def num_parts(self) -> int:
+        return int(triton.cdiv(self.num_blocks, self.run))
+
+    @property
+    def of_first(self) -> tuple[int, int, int]:
+        """The numbers that the first kernel takes."""
+        return self.numel, self.num_parts, self.run
+
+    @property
+    def of_second(self) -> tuple[int, int, int]:
+        return self.numel, self.num_parts, self.num_blocks
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"PARTS": triton.next_power_of_2(self.num_parts), "BLOCK": BLOCK}
+
+    def empty(self, x: Tensor) -> Tensor:
+        """Return memory for a number of each part."""
+        return x.new_empty(len(x), self.num_parts)
+
+
 @triton.jit
-def _square(x):
+def square(x):
     return x * x
 
 
@@ -52,11 +88,24 @@ def _measure(x, largest, squares, numel, num_parts, run, BLOCK: tl.constexpr):
     for _ in range(run):
         y = tl.load(x + first + at, mask=at < numel, other=0.0)
         larger = tl.maximum(size, tl.max(tl.abs(y)))
-        total = total * _square(size / larger) + tl.sum(_square(y / larger))
+        total = total * square(size / larger) + tl.sum(square(y / larger))
         size = larger
         at += BLOCK
     tl.store(largest + tl.program_id(0), size)
     tl.store(squares + tl.program_id(0), total)
+
+
+@triton.jit
+def norm_of(largest, squares, matrix, num_parts, PARTS: tl.constexpr):
+    """Return the largest element of a matrix, and the norm of the matrix divided by it, from what
+    its parts have measured."""
+    part = tl.arange(0, PARTS)
+    of_matrix, is_part = matrix * num_parts + part, part < num_parts
+    sizes = tl.load(largest + of_matrix, mask=is_part, other=0.0)
+    parts = tl.load(squares + of_matrix, mask=is_part, other=0.0)
+    size = tl.max(sizes)
+    norm = tl.sqrt_rn(tl.sum(parts * square(sizes / size)))
+    return size, tl.maximum(norm, TINY, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -73,13 +122,7 @@ def _divide(
 ):
     matrix = tl.program_id(0) // num_blocks
     block = tl.program_id(0) - matrix * num_blocks
-    part = tl.arange(0, PARTS)
-    of_matrix, is_part = matrix * num_parts + part, part < num_parts
-    sizes = tl.load(largest + of_matrix, mask=is_part, other=0.0)
-    parts = tl.load(squares + of_matrix, mask=is_part, other=0.0)
-    size = tl.max(sizes)
-    norm = tl.sqrt_rn(tl.sum(parts * _square(sizes / size)))
-    norm = tl.maximum(norm, TINY, propagate_nan=tl.PropagateNan.ALL)
+    size, norm = norm_of(largest, squares, matrix, num_parts, PARTS)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, at = at < numel, matrix.to(tl.int64) * numel + at
     y = tl.load(x + at, mask=inside, other=0.0) / size / norm

@@ -87,12 +87,24 @@ def orthogonalize(
         narrow: on a GPU, return the result in the dtype of the iteration, without a wide copy.
     """
     y = with_unit_norms(x, iteration_dtype(x, dtype))
-    is_tall = x.shape[-2] > x.shape[-1]
+    y = iterate_unit(y, steps, coefficients, scale)
+    if is_gpu(x):
+        return y if narrow else y.to(x.dtype)
+    y = y.to(x.dtype)
+    return y if scale == 1.0 else y.mul_(scale)
+
+
+def iterate_unit(
+    y: Float[Tensor, "b m n"], steps: int, coefficients: Coefficients, scale: float
+) -> Float[Tensor, "b m n"]:
+    """Take steps of the iteration from matrices of unit norm, in their dtype. On a GPU `scale` is a
+    factor of the last step's coefficients; on a CPU it is not used."""
+    is_tall = y.shape[-2] > y.shape[-1]
     # on a GPU the result shall be contiguous, as the change of the weights by one kernel needs it
-    from_right = is_tall and is_gpu(x)
+    from_right = is_tall and is_gpu(y)
     y = y.mT if is_tall and not from_right else y
     table = coefficients_of(coefficients, steps, y.dtype)
-    if is_gpu(x):
+    if is_gpu(y):
         a, b, c = table[-1]
         table = (*table[:-1], (scale * a, scale * b, scale * c))
     for a, b, c in table:
@@ -105,11 +117,7 @@ def orthogonalize(
         else:
             polynomial = average_(square.clone(), square, b, c)
         y = _plus_product(y, polynomial, a, 1.0, from_right)
-    y = y.mT if is_tall and not from_right else y
-    if is_gpu(x):
-        return y if narrow else y.to(x.dtype)
-    y = y.to(x.dtype)
-    return y if scale == 1.0 else y.mul_(scale)
+    return y.mT if is_tall and not from_right else y
 
 
 def _plus_product(x: Tensor, p: Tensor, beta: float, alpha: float, from_right: bool) -> Tensor:

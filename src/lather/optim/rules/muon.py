@@ -17,9 +17,12 @@ from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
-from lather.kernels.momentum import nesterov_
+from lather.device import is_gpu
+from lather.kernels.momentum import nesterov_, unit_nesterov_
 from lather.optim.linalg.newton_schulz import (
     Coefficients,
+    iterate_unit,
+    iteration_dtype,
     orthogonalize,
     update_scale,
     with_norm_of,
@@ -107,7 +110,18 @@ class MuonRule(Rule):
         )
 
     def update(self, g: Tensor, s: State, t: int) -> Tensor:
-        return self.finished(self.numerator(self.decayed(g, s), s, t), s)
+        g = self.decayed(g, s)
+        if not (is_gpu(g) and self._is_plain):
+            return self.finished(self.numerator(g, s, t), s)
+        dtype = iteration_dtype(g, self.newton_schulz_dtype)
+        y = unit_nesterov_(s["momentum_buffer"], g, self.momentum, dtype)
+        return iterate_unit(y, self.steps, self.coefficients, update_scale(g.shape[1:], self.scale))
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether U depends on nothing but N / |N|, without a mixture of momenta."""
+        is_muon = type(self) is MuonRule
+        return is_muon and self.nesterov and not (self.normalize or self.slow_momentum_start)
 
     def numerator(self, g: Tensor, s: State, t: int) -> Tensor:
         """Update B = mu B + (1 - mu) G in place and return N = mu B + (1 - mu) G, or B without
