@@ -9,7 +9,7 @@ INSTALL ?= 1
 DEVICE ?= cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-integrations lint docs docs-serve dist dist-check bench gpu gpu-wheels bench-convergence bench-convergence-long bench-convergence-tune clean
+.PHONY: help train test test-all test-integrations test-guests lint docs docs-serve dist dist-check bench gpu gpu-wheels bench-convergence bench-convergence-long bench-convergence-tune clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
@@ -38,6 +38,14 @@ test-all: $(READY)  ## the suite and the whole grid of meshes against one proces
 test-integrations: $(READY)  ## the optimizers under other people's trainers (installs them)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[integrations]'
 	$(BIN)/python -m pytest -m integrations tests/integrations $(ARGS)
+
+# Their versions do not go together with those of constraints.txt, or with this Python: they come before .venv on the path, without what they need.
+GUESTS := $(VENV)/guests
+test-guests: $(READY)  ## the same with torchtitan 0.3 and emerging-optimizers, from a folder of their own (installs them)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt tyro
+	@rm -rf $(GUESTS)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --ignore-requires-python --target $(GUESTS) torchtitan==0.3.0 spmd_types emerging-optimizers==0.3.0
+	PYTHONPATH=$(GUESTS)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(BIN)/python -m pytest -m integrations tests/integrations/test_torchtitan_names.py tests/integrations/test_emerging_optimizers.py $(ARGS)
 
 lint: $(READY)  ## ruff check, ruff format, mypy in strict mode, the order of rooms, names and docstrings
 	$(BIN)/ruff check .

@@ -1,13 +1,16 @@
-"""Groups of pytorch_optimizer's Muon, which chooses the rule of a group by `use_muon`."""
+"""Groups and states of other packages' Muon and SOAP, which choose rules by keys of their own."""
+
+from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.integrations
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
 from optim_helpers import parameter
 
-from lather.optim import Muon
+from lather.optim import SOAP, AdamW, Muon
 
 
 def test_groups_of_pytorch_optimizers_muon() -> None:
@@ -26,3 +29,34 @@ def test_groups_of_pytorch_optimizers_muon() -> None:
         ("muon", 0.02),
         ("adamw", 0.0003),
     ]
+
+
+def refused(theirs: type[Any], ours: type[Any], **options: Any) -> str:
+    """Return what is said of a state of another package's optimizer."""
+    p = parameter(8, 12)
+    optimizer = theirs([{"params": [p], **options}], lr=1e-3)
+    for _ in range(2):
+        p.grad = torch.randn(8, 12)
+        optimizer.step()
+    fresh = ours([parameter(8, 12)])
+    before = fresh.state_dict()
+    with pytest.raises(ValueError, match="oad the weights alone") as error:
+        fresh.load_state_dict(optimizer.state_dict())
+    assert fresh.state_dict() == before
+    return str(error.value)
+
+
+def test_states_of_pytorch_optimizer_are_refused() -> None:
+    said = refused(pytorch_optimizer.Muon, Muon, use_muon=True)
+    assert "is of another optimizer than torch.optim.Muon" in said
+    said = refused(pytorch_optimizer.SOAP, SOAP, precondition_frequency=1)
+    assert "is of another optimizer, whose options the rule 'soap' cannot take" in said
+    said = refused(pytorch_optimizer.AdaMuon, Muon, use_muon=True)
+    assert "is of another optimizer (m, v)" in said
+
+
+@pytest.mark.parametrize(("name", "ours"), [("SOAP", SOAP), ("Muon", Muon), ("AdamW", AdamW)])
+def test_states_of_heavyball_are_refused(name: str, ours: Any) -> None:
+    heavyball = pytest.importorskip("heavyball")
+    with torch.compiler.set_stance("force_eager"):
+        assert "is of another optimizer (0)" in refused(getattr(heavyball, name), ours)

@@ -220,6 +220,39 @@ def test_an_empty_state_of_another_optimizer_brings_its_options() -> None:
     assert b.groups[0]["lr"] == 0.125
 
 
+def saved_by(key: Any, **options: Any) -> dict[str, Any]:
+    """Make a saved optimizer of one matrix, whose state has one entry."""
+    group = {"lr": 1e-3, "weight_decay": 0.0, **options, "params": [0]}
+    return {
+        "state": {0: {key: torch.ones(4, 4)}} if key is not None else {},
+        "param_groups": [group],
+    }
+
+
+@pytest.mark.parametrize(
+    ("cls", "saved", "message"),
+    [
+        (
+            Muon,
+            saved_by(None, momentum=0.0, dampening=0),
+            "group 0 .with dampening, .* alone 'muon'",
+        ),
+        (SOAP, saved_by("Q", shampoo_beta=None), "is of another optimizer, whose options .*=None"),
+        (SOAP, saved_by(0), r"is of another optimizer \(0\)"),
+    ],
+    ids=["sgd_without_momentum", "soap_of_pytorch_optimizer", "heavyball"],
+)
+def test_what_is_not_taken_is_refused_with_the_remedy(
+    cls: Any, saved: dict[str, Any], message: str
+) -> None:
+    """In the forms of other libraries (`tests/integrations` has the libraries themselves)."""
+    ours = run_of(cls, [(4, 4)]).optimizer
+    before = ours.state_dict()
+    with pytest.raises(ValueError, match=f"(?s){message}.*oad the weights alone"):
+        ours.load_state_dict(saved)
+    assert ours.state_dict() == before
+
+
 @pytest.mark.parametrize("cls", [AdaMuon, Scion])
 def test_a_rule_with_other_steps_does_not_go_on_with_muons_state(cls: type[Muon]) -> None:
     (p,) = run_of(AdamW, [(4, 4)]).params

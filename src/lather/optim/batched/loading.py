@@ -37,6 +37,7 @@ MOMENTUM = "momentum_buffer"
 
 TORCH_MUON = {"ns_coefficients", "ns_steps", "adjust_lr_fn"}
 """Options by which groups of torch.optim.Muon are known."""
+FRESH = "Load the weights alone, and let the optimizer begin with a fresh state"
 OTHER_STEPS = ("adamuon", "scion")
 """Rules with Muon's options that do not take its step."""
 JORDANS_MUON = {"params", "param_names", "lr", "initial_lr", "momentum", "weight_decay", "use_muon"}
@@ -56,17 +57,22 @@ def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -
             f"the saved optimizer has parameter groups of {lengths[0]} parameters, this one of "
             f"{lengths[1]}: they must be equal"
         )
-    states, loaded, numbers = dict(saved["state"]), [], iter(range(sum(lengths[0])))
+    states, loaded, numbers = (
+        dict(saved["state"]),
+        list[dict[str, Any]](),
+        iter(range(sum(lengths[0]))),
+    )
     num_completed = num_converted = 0
     for group, saved_group in zip(groups, theirs, strict=True):
         rule = rule_groups.rules[group["rule"]]
+        _check_momentum(saved_group, rule, len(loaded))
         loaded.append(_loaded_group(group, saved_group, rule))
         if loaded[-1]["rule"] != group["rule"]:
             raise ValueError(
                 f"the saved group {len(loaded) - 1} has rule {loaded[-1]['rule']!r}, this "
                 f"optimizer's has {group['rule']!r}: they must be equal"
             )
-        made = rule(**{name: loaded[-1][name] for name in options_of(rule)})
+        made = _made_rule(loaded[-1], saved_group, rule, len(loaded) - 1)
         for p, key in zip(group["params"], saved_group["params"], strict=True):
             number, state = next(numbers), states.get(key)
             spread = rule_groups.sharding.spread_of(p, group)
@@ -119,13 +125,16 @@ def _is_foreign(group: Mapping[str, Any]) -> bool:
     return "rule" not in group
 
 
+def _takes_muons_step(rule: type[Rule]) -> bool:
+    is_muon = options_of(rule).keys() >= {"momentum", "coefficients", "scale"}
+    return is_muon and name_of(rule) not in OTHER_STEPS
+
+
 def _muon_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any] | None:
     """Return the options of a rule with Muon's momentum that take the same step as a saved group
     of torch.optim.Muon or of Jordan's Muon; None if the group is of neither, or the rule is
     another. Raises ValueError if there are no options for the same step."""
-    is_muon = options_of(rule).keys() >= {"momentum", "coefficients", "scale"}
-    is_muon = is_muon and name_of(rule) not in OTHER_STEPS
-    if not is_muon or not _is_foreign(group):
+    if not _takes_muons_step(rule) or not _is_foreign(group):
         return None
     same = {key: group[key] for key in ("lr", "weight_decay", "momentum") if key in group}
     same |= {"coefficients": "quintic", "weight_decay_method": "decoupled"}
@@ -148,6 +157,20 @@ def _muon_options(group: Mapping[str, Any], rule: type[Rule]) -> dict[str, Any] 
     if group.get("use_muon") and group.keys() <= JORDANS_MUON:
         return same | {"nesterov": True, "steps": 5, "scale": "spectral"}
     return None
+
+
+def _check_momentum(saved: Mapping[str, Any], rule: type[Rule], number: int) -> None:
+    """Raise ValueError for the group of another optimizer whose momentum has another meaning than
+    the rule's; without state (SGD without momentum has none) nothing else would show it."""
+    if "momentum" not in saved or not _takes_muons_step(rule) or not _is_foreign(saved):
+        return
+    if _muon_options(saved, rule) is None:
+        keys = ", ".join(sorted(map(str, saved.keys() - {"params"})))
+        raise ValueError(
+            f"the saved group {number} (with {keys}) is of another optimizer than torch.optim.Muon "
+            "and Jordan's and muonium's Muon, whose momentum alone "
+            f"{name_of(rule)!r} takes. {FRESH}"
+        )
 
 
 def _loaded_group(
@@ -176,6 +199,22 @@ def _loaded_group(
     return loaded | plain_options(loaded, rule)
 
 
+def _made_rule(
+    group: Mapping[str, Any], saved: Mapping[str, Any], rule: type[Rule], number: int
+) -> Rule:
+    """Make the rule with the options of loaded group `number`, which was `saved`. Raises ValueError
+    if they are another optimizer's and not valid."""
+    try:
+        return rule(**{name: group[name] for name in options_of(rule)})
+    except (TypeError, ValueError) as error:
+        if not _is_foreign(saved):
+            raise
+        raise ValueError(
+            f"the saved group {number} is of another optimizer, whose options the rule "
+            f"{name_of(rule)!r} cannot take: {error}. {FRESH}"
+        ) from None
+
+
 def _loaded_state(
     group: Mapping[str, Any], layout: Layout, state: Mapping[str, Any], number: int
 ) -> Mapping[str, Any]:
@@ -202,10 +241,11 @@ def _loaded_state(
     what = f"the saved state of parameter {number} with shape {layout.shape}"
     if _is_foreign(group) and state.keys() != {"step", *layout.stored_in(state)}:
         raise ValueError(
-            f"{what} is of another optimizer ({', '.join(state)}), from which the rule "
+            f"{what} is of another optimizer ({', '.join(map(str, state))}), from which the rule "
             f"{name_of(type(rule))!r} can take nothing: give the group the rule of that optimizer "
-            "(muon or soap_muon for Muon, adamw for Adam), with the same parameters in the same "
-            "order, or load the weights alone and let the optimizer begin with a fresh state"
+            "(muon or soap_muon for torch's, Jordan's and muonium's Muon, adamw for Adam), with "
+            "the same parameters in the same order, or load the weights alone and let the "
+            "optimizer begin with a fresh state"
         )
     layout.check_state(state, what)
     check_remainder(state, layout.shape, what)
