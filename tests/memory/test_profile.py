@@ -163,10 +163,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "adapters": {"lora.rank": 8},
 }
 ALWAYS = (("kept", "qwen3_moe"), ("recomputed", "llama"), ("adapters", "deepseek_v2"))
+ALWAYS += (("kept", "gpt_oss"), ("kept", "deepseek_v3"))
+THIRD_LAYERS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_hidden_layers": 3, "sliding_window": 100},
+    "deepseek_v3": {"num_nextn_predict_layers": 1},
+}
+"""Options of models whose third layer is looked at: one with sinks and a window, and one that
+predicts a second token."""
 GRID = [
     pytest.param(family, kind, marks=[pytest.mark.grid] * ((kind, family) not in ALWAYS))
     for kind in KINDS
-    for family in ("qwen3_moe", "deepseek_v2", "llama")
+    for family in ("qwen3_moe", "deepseek_v2", "llama", "gpt_oss", "deepseek_v3")
 ]
 
 
@@ -174,7 +181,8 @@ GRID = [
 def test_a_context_rank_keeps_its_slices(family: str, kind: str) -> None:
     """With sequences of twice and four times as many tokens, a layer keeps no more than in one
     process of its own tokens. (The first layer makes masks and rotary tables for all.)"""
-    model = FAMILIES[family].config(**COMMON, **FAMILY_TABLES[family].wide)
+    sizes = {**COMMON, **FAMILY_TABLES[family].wide, **THIRD_LAYERS.get(family, {})}
+    model = FAMILIES[family].config(**sizes)
     configs = []
     for cp in (1, 2, 4):
         values = {"train.sequence_length": 256 * cp, "parallel.cp": cp, **KINDS[kind]}
@@ -184,7 +192,8 @@ def test_a_context_rank_keeps_its_slices(family: str, kind: str) -> None:
     with worker_processes() as pool:
         found = list(pool.map(profile, configs, [Assumed("gpu")] * 3, timeout=240))
     assert [each.num_tokens for each in found] == [256] * 3
-    alone, *divided = [each.bytes("layers.1") for each in found]
+    layer = "layers.2" if family in THIRD_LAYERS else "layers.1"
+    alone, *divided = [each.bytes(layer) for each in found]
     assert divided[0] == pytest.approx(divided[1], rel=0.005)
     assert 0 < max(divided) <= 1.005 * alone
 
