@@ -210,6 +210,22 @@ def test_a_routing_that_is_none_of_the_model_is_refused_before_a_step(
     assert all(entry.parameter.grad is None for entry in pair.engine.parameters)
 
 
+def test_a_refused_routing_names_data_set_and_sequence() -> None:
+    pair = make_pair(Case(schedule="sequential"))
+    batch = global_batch(pair)
+    origins = tuple(f"data/foreign (train), sequence {n}" for n in range(len(batch.inputs_BS)))
+    good = batch.columns["routing"].clamp(min=0)
+    for value, words in ((77, "routing has expert 77"), (-1, "routing has a token without")):
+        routing = good.clone()
+        routing[1, 3, 0, 0] = value
+        wrong = replace(batch, columns={"routing": routing}, origins=origins)
+        with pytest.raises(DataError, match=rf"^data/foreign \(train\), sequence 1: {words}"):
+            pair.engine.launch_gradients(wrong)
+    wrong = replace(batch, columns={"routing": good[..., :1]}, origins=origins)
+    with pytest.raises(DataError, match=r"^data/foreign \(train\), sequence 0: routing has shape"):
+        pair.engine.launch_gradients(wrong)
+
+
 def test_columns_have_the_shape_of_the_batch() -> None:
     pair = make_pair(Case(schedule="sequential"))
     batch = global_batch(pair)

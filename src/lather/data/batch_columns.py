@@ -5,7 +5,7 @@ Letters: B sequences, S positions, L MoE layers of the main model, K experts per
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -38,29 +38,42 @@ def columns_ahead(columns: Columns, depth: int) -> dict[str, Tensor]:
 
 
 def check_routing(
-    experts_BSLK: Int[Tensor, "b s l k"], num_layers: int, num_experts: int, num_chosen: int
+    experts_BSLK: Int[Tensor, "b s l k"],
+    num_layers: int,
+    num_experts: int,
+    num_chosen: int,
+    origins: Sequence[str] = (),
 ) -> None:
     """Raise DataError unless each token has in each layer `num_chosen` different experts, or -1 in
-    place of all."""
+    place of all. `origins`: where the sequences come from, for the message; none: not known."""
+
+    def place(is_wrong_BS: Tensor) -> str:
+        row = int(is_wrong_BS.flatten(1).any(1).int().argmax())
+        return f"{origins[row]}: " if row < len(origins) else ""
+
     shape = tuple(experts_BSLK.shape[2:])
     if shape != (num_layers, num_chosen):
         raise DataError(
-            f"routing has shape {shape} per token, but the model has {num_layers} MoE layers and "
-            f"{num_chosen} experts per token: give ({num_layers}, {num_chosen})"
+            f"{place(experts_BSLK >= 0)}routing has shape {shape} per token, but the model has "
+            f"{num_layers} MoE layers and {num_chosen} experts per token: give ({num_layers}, "
+            f"{num_chosen})"
         )
     if not experts_BSLK.numel():
         return
     least, most = torch.stack(experts_BSLK.aminmax()).tolist()
     if least < -1 or most >= num_experts:
+        is_outside = (experts_BSLK < -1) | (experts_BSLK >= num_experts)
         raise DataError(
-            f"routing has expert {least if least < -1 else most}: give experts from 0 to "
-            f"{num_experts - 1}, or -1 for all of a token's in a layer, where the router chooses"
+            f"{place(is_outside)}routing has expert {int(experts_BSLK[is_outside][0])}: give "
+            f"experts from 0 to {num_experts - 1}, or -1 for all of a token's in a layer, where "
+            "the router chooses"
         )
     given_BSLK = experts_BSLK >= 0
-    is_partial = (given_BSLK.any(-1) & ~given_BSLK.all(-1)).any()
-    twice_BSL1 = (experts_BSLK.sort(-1).values.diff(dim=-1) == 0) & given_BSLK[..., :1]
-    if is_partial or twice_BSL1.any():
+    is_partial_BSL = given_BSLK.any(-1) & ~given_BSLK.all(-1)
+    twice_BSLx = (experts_BSLK.sort(-1).values.diff(dim=-1) == 0) & given_BSLK[..., :1]
+    is_wrong_BSL = is_partial_BSL | twice_BSLx.any(-1)
+    if is_wrong_BSL.any():
         raise DataError(
-            "routing has a token without an expert in some place, or with the same expert twice: "
-            f"give {num_chosen} different experts, or -1 in place of all"
+            f"{place(is_wrong_BSL)}routing has a token without an expert in some place, or with "
+            f"the same expert twice: give {num_chosen} different experts, or -1 in place of all"
         )

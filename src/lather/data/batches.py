@@ -43,6 +43,8 @@ class Batch:
     `labels_of_all`."""
     columns: Columns = field(default_factory=dict)
     """Token columns, (B, S, ...) by name; those of labels at the label's position."""
+    origins: tuple[str, ...] = ()
+    """Data set and number of each sequence, for messages; none: not known."""
 
     @classmethod
     def of_tokens(cls, tokens_BS: Int[Tensor, "b s"]) -> Batch:
@@ -135,6 +137,7 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]]) ->
         begins_BS=torch.from_numpy(begins_BS) if is_per_document else None,
         padding_BS=torch.from_numpy(is_padding_BS) if is_padding_BS.any() else None,
         columns={name: torch.from_numpy(values) for name, values in columns.items()},
+        origins=tuple(f"{sources[number].name}, sequence {index}" for number, index in samples),
     )
 
 

@@ -146,7 +146,7 @@ class Engine:
         Raises ValueError, before anything is sent, if the share does not have the engine's shape,
         and DataError if its routing is not one of the model.
         """
-        check_columns(batch.columns, self.part, self._dpo_beta)
+        check_columns(batch, self.part, self._dpo_beta)
         num_labels, num_tokens = self.counts_of_all(batch)
         parts, normalizer = batch.tokens_of_parts(self.micro_batch_size), num_labels
         if self._dpo_beta:
@@ -208,7 +208,7 @@ class Engine:
         `launch_gradients` does.
         """
         self._check_share(batch)
-        check_columns(batch.columns, self.part, self._dpo_beta)
+        check_columns(batch, self.part, self._dpo_beta)
         device, num_batches = self.mesh.device, len(batch.inputs_BS) // self.micro_batch_size
         batch = replace(batch, padding_BS=None)
         micro_batches = self._micro_batches(batch, 1.0, [1.0] * num_batches)

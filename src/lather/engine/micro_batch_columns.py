@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lather.data.batch_columns import Columns, check_routing
+from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.data.token_columns import LOGPROBS, PAIRS, ROUTING, WEIGHTS
 from lather.device import to_device
@@ -24,9 +25,10 @@ from lather.pipeline.preference_loss import AnswerPairs
 from lather.shapes import Int
 
 
-def check_columns(columns: Columns, part: ModelPart, dpo_beta: float) -> None:
-    """Raise DataError if a routing is not one of the model of which `part` is a part, or if there
-    are pairs without DPO, or DPO without pairs."""
+def check_columns(batch: Batch, part: ModelPart, dpo_beta: float) -> None:
+    """Raise DataError if a routing of the batch is not one of the model of which `part` is a part,
+    or if there are pairs without DPO, or DPO without pairs."""
+    columns = batch.columns
     if (PAIRS in columns) != (dpo_beta > 0):
         raise DataError(
             "the data has pairs of answers, which are trained by DPO: set train.dpo_beta, such as "
@@ -37,7 +39,8 @@ def check_columns(columns: Columns, part: ModelPart, dpo_beta: float) -> None:
         )
     if ROUTING in columns:
         num_layers = len(_main_layers(part, part.moe_layers))
-        check_routing(columns[ROUTING], num_layers, part.num_experts, part.num_experts_per_tok)
+        sizes = num_layers, part.num_experts, part.num_experts_per_tok
+        check_routing(columns[ROUTING], *sizes, batch.origins)
 
 
 def with_columns(
