@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from lather.argument import Argument
-from lather.checkpoint.chosen_weights import Weights
+from lather.commands.chosen_model import ChosenModel
 from lather.commands.parsing import parse_arguments
 from lather.config.records import Number
 from lather.console import command_console, titled_table
@@ -29,7 +29,7 @@ from lather.files import reason
 from lather.lines import fit
 from lather.optim.options import Count
 from lather.train.published_model import find_model
-from lather.train.trained_model import Layerwise, Running, TrainedModel
+from lather.train.trained_model import Running, TrainedModel
 
 RECORD = "evaluations.jsonl"
 """File in the run directory with a row per evaluation."""
@@ -45,7 +45,7 @@ FORMS = {
 
 
 @dataclass(frozen=True)
-class EvalArguments:
+class EvalArguments(ChosenModel):
     """Evaluate a checkpoint of a run in one process. Without DATA and --tasks, the run's own
     held-out sets are used."""
 
@@ -63,16 +63,6 @@ class EvalArguments:
     model's positions, at most 4,096."""
     batch_size: Count = 8
     """Sequences, or requests of tasks, per batch."""
-    step: int = -1
-    """Step of the checkpoint; negative: the newest."""
-    weights: Weights = "raw"
-    """raw: the weights after that step; average: those that the run has averaged
-    (train.average_timescale); last:N: the mean of the last N checkpoints."""
-    dtype: Literal["fp32", "bf16"] | None = None
-    """Data type of weights, activations and products; left out: as the run was trained."""
-    layerwise: Layerwise = "auto"
-    """Read the weights of a block from disk when it runs, so that the model may be larger than the
-    device's memory: always, never, or, with auto, if the weights do not fit."""
     json: bool = False
     """Print the results as one JSON object."""
     tasks: str = ""

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tokenizers import Tokenizer
 
 from lather.argument import Argument
-from lather.checkpoint.chosen_weights import Weights
+from lather.commands.chosen_model import ChosenModel
 from lather.commands.parsing import parse_arguments
 from lather.config.records import Number
 from lather.data.conversations import Messages
@@ -33,7 +33,7 @@ from lather.models.decoder import Decoder
 from lather.models.generate import Sampling
 from lather.optim.options import Count, Range
 from lather.train.published_model import find_model
-from lather.train.trained_model import Layerwise, Running, TrainedModel
+from lather.train.trained_model import Running, TrainedModel
 
 INPUTS = "--prompt TEXT, --prompts FILE, --message TEXT or --chat"
 SEEDS = 2**64
@@ -42,7 +42,7 @@ Temperature = Annotated[float, Range("0 or a number >= 0.001", lambda t: t == 0 
 
 
 @dataclass(frozen=True)
-class GenerateArguments:
+class GenerateArguments(ChosenModel):
     """Continue texts, or answer messages, with a checkpoint of a run."""
 
     run: Annotated[str, Argument(positional=True, metavar="RUN")]
@@ -76,16 +76,6 @@ class GenerateArguments:
     `train.sequence_length`, or for a Hugging Face folder the model's positions, at most 4,096."""
     seed: Seed = 0
     """Random seed of the first text; it grows by 1 with each further text."""
-    step: int = -1
-    """Step of the checkpoint; negative: the newest."""
-    weights: Weights = "raw"
-    """raw: the weights after that step; average: those that the run has averaged
-    (train.average_timescale); last:N: the mean of the last N checkpoints."""
-    dtype: Literal["fp32", "bf16"] | None = None
-    """Data type of weights, activations and products; left out: as the run was trained."""
-    layerwise: Layerwise = "auto"
-    """Read the weights of a block from disk when it runs, so that the model may be larger than the
-    device's memory: always, never, or, with auto, if the weights do not fit."""
     json: bool = False
     """Print one JSON object per text, each on a line."""
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from rich.console import Console
 
 from lather.argument import Argument
-from lather.checkpoint.chosen_weights import Weights
+from lather.commands.chosen_model import ChosenModel
 from lather.commands.parsing import parse_arguments
 from lather.data.records import FilePart, RecordReader, Skip
 from lather.data.token_rows import RowError, TokenRow, parts_of, row_of
@@ -22,7 +22,7 @@ from lather.evaluation.token_scores import ScoredTokens, score_tokens
 from lather.files import whole_file
 from lather.optim.options import Count
 from lather.train.published_model import find_model
-from lather.train.trained_model import Layerwise, Running
+from lather.train.trained_model import Running
 
 LOGPROBS = "logprobs"
 Line = tuple[dict[str, Any], list[TokenRow]]
@@ -30,7 +30,7 @@ Line = tuple[dict[str, Any], list[TokenRow]]
 
 
 @dataclass(frozen=True)
-class ScoreArguments:
+class ScoreArguments(ChosenModel):
     """Score rows of tokens with a checkpoint of a run, in one process."""
 
     run: Annotated[str, Argument(positional=True, metavar="RUN")]
@@ -46,16 +46,6 @@ class ScoreArguments:
     """Also write "routing": the experts of each token in each MoE layer."""
     batch_size: Count = 8
     """Rows per batch."""
-    step: int = -1
-    """Step of the checkpoint; negative: the newest."""
-    weights: Weights = "raw"
-    """raw: the weights after that step; average: those that the run has averaged
-    (train.average_timescale); last:N: the mean of the last N checkpoints."""
-    dtype: Literal["fp32", "bf16"] | None = None
-    """Data type of weights, activations and products; left out: as the run was trained."""
-    layerwise: Layerwise = "auto"
-    """Read the weights of a block from disk when it runs, so that the model may be larger than the
-    device's memory: always, never, or, with auto, if the weights do not fit."""
 
 
 def score_command(arguments: list[str]) -> None:

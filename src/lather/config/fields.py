@@ -84,13 +84,13 @@ def family_named(model_type: Any, key: str) -> Family:
 
 @cached_by_class
 def fields_of(cls: type) -> Mapping[str, Field]:
-    """Return the fields of a dataclass by name."""
+    """Return the fields of a dataclass by name, those of its constructor's keywords last."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
         field.name: _field(
             hints[field.name], None if field.default_factory is not MISSING else field.default
         )
-        for field in dataclasses.fields(cls)
+        for field in sorted(dataclasses.fields(cls), key=lambda field: bool(field.kw_only))
     }
 
 
