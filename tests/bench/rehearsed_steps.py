@@ -104,13 +104,11 @@ def rehearsals() -> list[Rehearsal]:
         Rehearsal(optim={"stagger_refresh": True, "stagger_first": True, "async_refresh": True}),
         Rehearsal(optim={"offload": True}),
         Rehearsal(rule="adamw", loop=recomputed, packed=True),
-        Rehearsal("gpt_oss", rule="adamw", packed=True),
         Rehearsal(
             "qwen3_moe",
             rule="adamw",
             moe={"memory": "recompute", "bias_update_rate": 0.1, **losses},
         ),
-        Rehearsal(rule="adamw", lora=LoraConfig(rank=8)),
         Rehearsal(
             rule="adamw",
             lora=LoraConfig(rank=8),
@@ -137,6 +135,8 @@ def more_rehearsals() -> list[Rehearsal]:
         Rehearsal(sizes=NARROW),
         Rehearsal(precision="fp32", sizes=NARROW),
         Rehearsal(lora=LoraConfig(rank=8), optim={"sides": "both"}),
+        Rehearsal(rule="adamw", lora=LoraConfig(rank=8)),
+        Rehearsal("gpt_oss", rule="adamw", packed=True),
     ]
 
 

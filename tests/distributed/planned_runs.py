@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
 }
-LENGTH, SEQUENCES = 70, 24
+LENGTH, SEQUENCES = 70, 16
 PAIRS = torch.tensor(list(combinations(range(8), 2)))
 """Every pair of experts (28, 2). A micro-batch, two sequences of LENGTH or of a multiple of it, has
 each pair equally often, so that the load is exactly even."""

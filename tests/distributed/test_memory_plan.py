@@ -167,7 +167,11 @@ def test_planned_peaks_with_states_that_pass(data: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rule", "memory"), [("dp2", "soap_muon", "recompute"), ("pp2 ep2", "soap", "saved")]
+    ("mesh", "rule", "memory"),
+    [
+        pytest.param("dp2", "soap_muon", "recompute", marks=pytest.mark.grid),
+        ("pp2 ep2", "soap", "saved"),
+    ],
 )
 def test_planned_peaks_are_those_of_real_ranks(mesh: str, rule: str, memory: str) -> None:
     world_size, parallel = MESHES[mesh]
@@ -194,7 +198,10 @@ def test_planned_peaks_with_multi_token_prediction() -> None:
     assert largest_error(config, 4, planned) < TOLERANCE
 
 
-@pytest.mark.parametrize(("small", "sizes"), [(0, [1] * 5 + [2]), (2 * 10**6, [3, 1, 1, 2])])
+@pytest.mark.parametrize(
+    ("small", "sizes"),
+    [(0, [1] * 5 + [2]), pytest.param(2 * 10**6, [3, 1, 1, 2], marks=pytest.mark.grid)],
+)
 def test_planned_peaks_with_gathers_and_gradients_in_bf16(small: int, sizes: list[int]) -> None:
     """Experts are this rank's alone, and rounded unit by unit. The last units are the embedding,
     and the head with the norm."""

@@ -61,7 +61,7 @@ CASES: dict[str, Config] = {
 TOGETHER = 200_000
 """Bytes that several blocks have, and one has not."""
 
-LONG = ("dp", "mtp", "bf16", "dense first block, blocks together")
+LONG = ("dp", "ep", "mtp", "bf16", "dense first block, blocks together")
 """Cases of `make test-all`: they take long, and the others have their meshes and dtypes."""
 
 

@@ -67,7 +67,7 @@ def make_config(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
                 "device": "cpu",
             },
             "checkpoint": {"every": 2},
-            "log": {"every": 2, "sample_tokens": 8, "picture": False},
+            "log": {"every": 2, "sample_tokens": 2, "picture": False},
         }
         for key, value in changes.items():
             mapping[key] = {**mapping.get(key, {}), **value} if isinstance(value, dict) else value

@@ -82,7 +82,7 @@ def finish(config: Path, run_dir: Path, expected: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(2, 8))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(1, 8))]
 )
 def test_killed_five_times_at_random_moments(
     uninterrupted: tuple[Path, Path], tmp_path: Path, seed: int
