@@ -23,6 +23,7 @@ from lather.config.optim import OptimConfig, optim_config
 from lather.data.batches import Batch
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import ROUTERS, build_optimizer
+from lather.engine.settings import compute_in_fp8
 from lather.engine.step import TrainStep
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.families import FAMILIES, ModelConfig, build_model
@@ -218,20 +219,20 @@ def block_case(
     precision: str = "bf16",
     context_ranks: int = 1,
     weight_dtype: str = "float32",
+    fp8: bool = False,
 ) -> LaunchCase:
     """Make the case of an MoE block, forward and backward, as the engine runs it in one process, or
     on one of the ranks that each have so many tokens of a sequence. Weights in bfloat16 are those
-    of `train.weight_dtype`, and those that data ranks gather from each other."""
+    of `train.weight_dtype`, and those that data ranks gather from each other; `fp8` is
+    `train.fp8 = "block"`."""
     config = model_config(model, num_hidden_layers=2)
     sequences = 1 if context_ranks > 1 else SEQUENCES
     length = tokens * context_ranks // sequences
 
     def rows(counter: Counter) -> Iterator[str]:
         counter.rows_of_expert = rows_of_expert(tokens, config)
-        part = _part(config, counter.device)
+        part = _part(config, counter.device, weight_dtype=weight_dtype, fp8=fp8)
         block = moe_block(map(part.block, range(len(part.layers))))
-        if weight_dtype == "bfloat16":
-            narrow_product_weights(part, torch.bfloat16)
         queue = WeightGradients()
         defer_weight_gradients(part, queue)
         kept = RoundedWeights()
@@ -266,12 +267,13 @@ def block_case(
 
     name = f"an MoE block of {model}"
     described: dict[str, Any] = {"part": "block", "model": model}
-    if context_ranks > 1:
-        name += f", a context rank of {context_ranks}"
-        described |= {"context_ranks": context_ranks}
-    if weight_dtype != "float32":
-        name += ", weights in bf16"
-        described |= {"weight_dtype": weight_dtype}
+    for differs, text, values in (
+        (context_ranks > 1, f"a context rank of {context_ranks}", {"context_ranks": context_ranks}),
+        (weight_dtype != "float32", "weights in bf16", {"weight_dtype": weight_dtype}),
+        (fp8, "experts in FP8", {"fp8": "block"}),
+    ):
+        if differs:
+            name, described = f"{name}, {text}", described | values
     described |= {"tokens": tokens, "sequences": sequences, "precision": precision}
     whole = build_model(config, None, torch.device("meta"))
     useful = tokens * flops_per_token(moe_block(whole.layers), config, length, 1)
@@ -396,9 +398,16 @@ def training_steps(counter: Counter, config: Config, *, packed: bool = False) ->
         yield name
 
 
-def _part(config: ModelConfig, device: torch.device) -> ModelPart:
+def _part(
+    config: ModelConfig, device: torch.device, weight_dtype: str = "float32", *, fp8: bool = False
+) -> ModelPart:
     whole = build_model(config, None, torch.device("meta"))
-    return empty_part(whole, PartLayers((range(len(whole.layers)),)), device)
+    part = empty_part(whole, PartLayers((range(len(whole.layers)),)), device)
+    if weight_dtype == "bfloat16":
+        narrow_product_weights(part, torch.bfloat16)
+    if fp8:
+        compute_in_fp8(part, device, keeps_rows=False)
+    return part
 
 
 def _finish(steps: Any) -> Any:

@@ -87,6 +87,7 @@ def cases(options: LaunchesBenchmark) -> Iterator[LaunchCase]:
     for model in options.models if "block" in options.parts else ():
         yield block_case(model)
         yield block_case(model, weight_dtype="bfloat16")
+        yield block_case(model, fp8=True)
         yield block_case(model, context_ranks=CONTEXT_RANKS)
     if "loss" in options.parts:
         yield loss_case()
