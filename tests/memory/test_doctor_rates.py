@@ -95,7 +95,15 @@ def test_the_command_predicts_from_rates_that_were_just_measured(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"day": 1, "ranks": [], "links": []}', '{"ranks": [{"rates": 1}]}']
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"day": 1, "ranks": [], "links": []}',
+        '{"ranks": [{"rates": 1}]}',
+    ],
 )
 def test_a_file_without_rates_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
@@ -107,10 +115,24 @@ def test_a_file_without_rates_is_refused(
     assert "it has no rates that lather doctor has measured: make it again with" in shown
 
 
-@pytest.mark.parametrize("rates", [{"copy": 0.0}, {"fp32": float("nan")}, {"bf16": "fast"}])
+@pytest.mark.parametrize(
+    "rates", [{"copy": 0.0}, {"fp32": float("nan")}, {"bf16": "fast"}, {"copy": 10**400}]
+)
 def test_rates_that_no_device_has_are_refused(make_file: MakeFile, rates: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no rates that lather doctor has measured"):
         doctor_rates(make_file(replace(GPU, **rates)), "gpu")
+
+
+@pytest.mark.parametrize("link", [{"seconds": 0}, {"sent": 0}, {"sent": float("nan")}])
+def test_an_exchange_that_no_link_has_is_refused(make_file: MakeFile, link: dict[str, Any]) -> None:
+    links = [{"operation": "all-to-all", "num_bytes": 1, "sent": 1, "seconds": 1.0, **link}]
+    with pytest.raises(ValueError, match="no rates that lather doctor has measured"):
+        doctor_rates(make_file(GPU, links=links), "gpu")
+
+
+def test_a_name_that_no_file_can_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "configs/quickstart.toml", "--rates", "x" * 300]) == 2
+    assert "a file of lather doctor" in " ".join(capsys.readouterr().err.split())
 
 
 def test_rates_of_another_kind_of_device_are_refused(make_file: MakeFile) -> None:

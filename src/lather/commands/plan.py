@@ -3,6 +3,7 @@ and how long a step takes, without a GPU and before the run."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,6 +27,7 @@ from lather.memory.plan import MemoryPlan, plan
 from lather.memory.plan_picture import draw
 from lather.memory.step_time import StepTime, measured_run, step_time, with_epochs
 from lather.memory.workers import Assumed
+from lather.time_model.rates import RATES
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def plan_command(arguments: list[str]) -> int:
     check_parallel(parsed.config, parsed.world, "--world")
     memory = parse_size(parsed.memory, "--memory", unit=True) if parsed.memory else None
     file, rates, run, table = Path(parsed.rates), parsed.rates, None, None
-    if file.is_file():
+    if parsed.rates not in RATES and os.path.isfile(file):
         rates, table = "", doctor_rates(file, parsed.device)
     elif (run := measured_run(parsed.rates, parsed.device)) is not None:
         rates = run.rates

@@ -1,7 +1,7 @@
 """Measures rates of a rank's device: bytes per second of a copy, and flops per second of products
 of large matrices in the dtypes that runs use (`lather.time_model.measured`).
 
-All ranks measure at the same time, so that those which share a memory share its rate, as in a run.
+Ranks measure at about the same time, so that those which share a memory share its rate, as in a run.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def measure_rates(device: torch.device) -> MeasuredRates:
 
 def _seconds(operation: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of an operation: the shortest of some measurements, each of as many calls
-    as take `SECONDS`. On a CPU these are seconds of this thread, which works with the others: other
-    programs do not count."""
+    as take `SECONDS`. On a CPU these are seconds of this thread, which works and spins with the
+    others: other programs do not count."""
     clock = time.perf_counter if is_gpu(device) else time.thread_time
 
     def measured(calls: int) -> float:

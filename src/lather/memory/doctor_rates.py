@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +25,12 @@ def doctor_rates(file: Path, device: Device) -> RateTable:
     Raises ConfigError if the file has no rates, or those of another kind than `device`.
     """
     try:
-        found = json.loads(read_text(file))
+        found = _json(file)
         ranks, links = found["ranks"], found["links"]
         measured = slowest([MeasuredRates.of_json(rank["rates"]) for rank in ranks])
         exchange = _exchange(links)
         where = _where(str(found["day"]), {rank["host"] for rank in ranks}, ranks[0]["versions"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         raise ConfigError(
             f"--rates = {str(file)!r}: it has no rates that lather doctor has measured: make it "
             f"again with lather doctor --json {file}"
@@ -44,13 +45,23 @@ def doctor_rates(file: Path, device: Device) -> RateTable:
     return table_of(measured, exchange, where)
 
 
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(read_text(file))
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deeply") from None
+
+
 def _exchange(links: Sequence[dict[str, Any]]) -> float | None:
     """Return the bytes per second that a rank sends in the largest all-to-all."""
     measured = [link for link in links if link["operation"] == "all-to-all"]
     if not measured:
         return None
     largest = max(measured, key=lambda link: float(link["num_bytes"]))
-    return float(largest["sent"]) / float(largest["seconds"])
+    rate = float(largest["sent"]) / float(largest["seconds"])
+    if not 0 < rate < math.inf:
+        raise ValueError(f"{rate} is no rate of an exchange")
+    return rate
 
 
 def _where(day: str, hosts: set[str], versions: dict[str, str]) -> str:

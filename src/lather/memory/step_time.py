@@ -15,6 +15,7 @@ by what is predicted for its own configuration.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,7 +177,7 @@ def measured_run(rates: str, device: Device) -> MeasuredRun | None:
     if rates and rates not in RATES:
         path = Path(rates)
         names = ", ".join(RATES)
-        fits = (path / "metrics.jsonl").exists()
+        fits = os.path.exists(path / "metrics.jsonl")
         known = f"one of {names}, the folder of a run that has trained, or a file of lather doctor"
         require(fits, "--rates", rates, known)
         run = _read_measured(path, names)
