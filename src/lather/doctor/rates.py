@@ -1,7 +1,8 @@
 """Measures rates of a rank's device: bytes per second of a copy, and flops per second of products
 of large matrices in the dtypes that runs use (`lather.time_model.measured`).
 
-Ranks measure at about the same time, so that those which share a memory share its rate, as in a run.
+Ranks measure at about the same time, so that those which share a memory share its rate, as in a
+run.
 """
 
 from __future__ import annotations
