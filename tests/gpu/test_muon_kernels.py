@@ -13,6 +13,7 @@ from lather.kernels.remainder import join
 from lather.kernels.unit_norm import reference, unit_norm
 from lather.optim.batched.plan import change_weights
 from lather.optim.batched.roster import Change
+from lather.torch_private import fused_sgd_
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -58,11 +59,21 @@ def test_unit_norms(shape: tuple[int, ...], scale: float) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fp32_weights_by_bf16_updates(shape: tuple[int, ...]) -> None:
+    """They have the bits of torch's kernel, which takes updates that come from other ranks."""
     w, u = drawn(*shape, seed=0), drawn(*shape, seed=1).bfloat16()
-    on_cuda = w.cuda()
+    on_cuda, by_torch = w.cuda(), w.cuda()
     change_by_(on_cuda, u.cuda(), 0.01, 0.3)
     change_by_(w, u, 0.01, 0.3)
     torch.testing.assert_close(on_cuda.cpu(), w, rtol=0, atol=1e-6)
+    options = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+    fused_sgd_(
+        *([by_torch], [u.cuda().float()], []),
+        **options,
+        lr=0.3,
+        weight_decay=0.01 / 0.3,
+        is_first_step=False,
+    )
+    assert on_cuda.equal(by_torch)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

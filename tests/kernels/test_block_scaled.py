@@ -317,5 +317,9 @@ def test_gpus_multiply_in_fp8_from_compute_capability_8_9_on(
     for capability, holds in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(module, "get_device_capability", lambda _, c=capability: c)
         assert multiplies_in_fp8(torch.device("cuda")) == holds
+    assert not multiplies_in_fp8(torch.device("xpu"))
+    monkeypatch.setattr(block_scaled, "HAS_TRITON", False)
+    assert not multiplies_in_fp8(torch.device("cuda"))
+    monkeypatch.setattr(block_scaled, "HAS_TRITON", True)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not multiplies_in_fp8(torch.device("cuda"))

@@ -236,7 +236,8 @@ NAMES = (
         "load_in_8bit load_in_4bit quantization quantization_config bnb_4bit_quant_type",
         "weights are not quantized: leave it out, or train adapters alone with lora.rank",
     ),
-    Name("", "fp8", "there is no training in fp8: train.precision is 'fp32', 'bf16' or 'fp64'"),
+    Name("train.fp8", "fp8", "of routed experts, with train.precision bf16"),
+    Name("train.fp8", "use_fp8 fp8_recipe fp8_format float8", "block, with train.precision bf16"),
     Name(
         "",
         "attn_implementation use_flash_attn flash_attention flash_attention_2 flash_attn",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lather.config.config import Config, MoEConfig, ParallelConfig
-from lather.device import gpu_module
+from lather.device import gpu_module, is_nvidia
 from lather.errors import ConfigError
 from lather.kernels.block_scaled import multiplies_in_fp8
 from lather.models.context import Context
@@ -38,12 +38,11 @@ def compute_in_fp8(model: nn.Module, device: torch.device, *, keeps_rows: bool) 
     for rows that were received and that nothing else reads. Raises ConfigError for a device that
     cannot."""
     if not multiplies_in_fp8(device):
-        gpu = gpu_module(device)
-        version = ".".join(map(str, gpu.get_device_capability(device)))
+        name = gpu_module(device).get_device_name(device) if is_nvidia(device) else device.type
         raise ConfigError(
-            f"train.fp8 = 'block' is not valid on {gpu.get_device_name(device)}, whose compute "
-            f"capability is {version}: it must be an NVIDIA GPU of 8.9 or newer, or a CPU, which "
-            "emulates FP8 slowly: leave train.fp8 out"
+            f"train.fp8 = 'block' is not valid on {name}: it must be an NVIDIA GPU of compute "
+            "capability 8.9 or newer, with Triton installed, or a CPU, which emulates FP8 slowly: "
+            "leave train.fp8 out"
         )
     for module in model.modules():
         if isinstance(module, Experts):

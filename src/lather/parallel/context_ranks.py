@@ -96,6 +96,8 @@ def in_order(parts_CBSX: Float[Tensor, "c b s x"]) -> Float[Tensor, "b t x"]:
 def by_rank(tensors: Sequence[Tensor], num_ranks: int) -> Float[Tensor, "c n"]:
     """Return the elements of tensors (B, T, ...) that belong to each rank's slices: a row has its
     part of each tensor, (B, S, ...), one after the other. One call copies all slices."""
+    if not len(tensors[0]):
+        return tensors[0].new_empty(num_ranks, 0)
     num_slices = 2 * num_ranks
     slices = [x.reshape(len(x) * num_slices, -1).unbind() for x in tensors]
     pieces = []

@@ -13,8 +13,10 @@ A block with a NaN or an infinity is all NaN. The blocks of a weight are those o
 that one copy serves a product and the gradient of its input.
 
 Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), whose sums of 128 are those of the tensor
-cores, too. The reference is the definition; values and scales have the same bits on every device,
-products differ by the rounding of sums within a block.
+cores, too. The reference is the definition. The kernels have its bits of values and scales, and
+differ in products by the rounding of sums within a block, in Triton's interpreter; no GPU has run
+them. The product of two scales is formed first, and is not in the range of fp32 if it is above
+3e38 or below 1e-38.
 
 Letters: R rows, G rows grouped by expert, E experts, I input and O output size of a weight; N and M
 are one of I and O each.
@@ -27,8 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lather.device import gpu_module, is_nvidia
-from lather.kernels.backend import run
+from lather.device import STANDINS, gpu_module, is_gpu, is_nvidia
+from lather.kernels.backend import HAS_TRITON, run
 from lather.kernels.block_scaled import reference
 from lather.kernels.block_scaled.reference import BLOCK, DTYPE
 from lather.shapes import Float, Int
@@ -57,11 +59,13 @@ class BlockScaled(NamedTuple):
 
 
 def multiplies_in_fp8(device: torch.device) -> bool:
-    """Return whether a device multiplies in e4m3; a CPU emulates it."""
-    if device.type != "cuda":
+    """Return whether a device multiplies in e4m3, by kernels of Triton; a CPU emulates it, and the
+    stand-in of a GPU counts it."""
+    if not is_gpu(device) or device.type in STANDINS:
         return True
-    capability = gpu_module(device).get_device_capability(device)
-    return is_nvidia(device) and tuple(capability) >= LEAST_CAPABILITY
+    if not is_nvidia(device) or not HAS_TRITON:
+        return False
+    return tuple(gpu_module(device).get_device_capability(device)) >= LEAST_CAPABILITY
 
 
 @torch.no_grad()

@@ -1,9 +1,11 @@
 """`change_by_`: the change of fp32 weights by an update in bf16,
 
-    W <- (1 - decay) W - lr U
+    W <- W - lr (U + (decay / lr) W)
 
-in fp32, which is what Newton-Schulz on a GPU computes U in. One kernel reads W and U and writes W,
-10 bytes per weight; a wide copy of U, and torch's kernel for it, move 18.
+Newton-Schulz on a GPU computes U in bf16. One kernel reads W and U and writes W, 10 bytes per
+weight; a wide copy of U, and torch's kernel for it (`torch.optim.SGD(fused=True)`), move 18. The
+result has the bits of that kernel, which takes updates that come from other ranks in fp32: both
+calculate in fp64, and round the inner sum and the result to fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from lather.shapes import Float
 def change_by_(
     w: Float[Tensor, "*dims"], u: Float[Tensor, "*dims"], decay: float, lr: float
 ) -> None:
-    """Change the weights `w` (fp32) by `u` (bf16) in place."""
+    """Change the weights `w` (fp32) by `u` (bf16) in place; `lr` is not 0."""
     has_kernel = (
         (w.dtype, u.dtype) == (torch.float32, torch.bfloat16)
         and w.is_contiguous()

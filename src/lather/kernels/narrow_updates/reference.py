@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
 def change_by_(w: Tensor, u: Tensor, decay: float, lr: float) -> None:
-    w.mul_(1 - decay).add_(u, alpha=-lr)
+    wide = w.double()
+    sums = torch.add(u.double(), wide, alpha=decay / lr).float()
+    w.copy_(wide.sub_(sums.double(), alpha=lr))

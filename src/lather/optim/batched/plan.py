@@ -59,8 +59,9 @@ MOMENTS = (*STATISTICS, "moment")
 """Kinds that `update` changes; also bases, if the rule never refreshes them."""
 
 LEAST_NARROW = 2**20
-"""Least number of elements of a parameter for which an update in bf16 is added by a launch of its
-own, instead of being widened for torch's kernel, which changes many parameters together."""
+"""Least number of elements of a parameter, or of its part in a chunk, for which an update in bf16
+is added by a launch of its own, instead of being widened for torch's kernel, which changes many
+parameters together and has the same bits."""
 
 _param = operator.attrgetter("param")
 
@@ -289,11 +290,11 @@ def _change_fused(
         for w, u, r in zip(weights, updates, rest, strict=True):
             change_(w, u, r, decay=change.decay, lr=change.lr, step=step)
         return True
-    are_plain = all(map(Tensor.is_contiguous, weights + updates))
-    if dtypes == (torch.float32, torch.bfloat16) and are_plain:
+    if dtypes == (torch.float32, torch.bfloat16) and change.lr:
         for w, u in zip(weights, updates, strict=True):
             change_by_(w, u, change.decay, change.lr)
         return True
+    are_plain = all(map(Tensor.is_contiguous, weights + updates))
     if dtypes[0] != dtypes[1] or not change.lr or not are_plain:
         return False
     fused_sgd_(

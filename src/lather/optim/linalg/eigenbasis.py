@@ -322,7 +322,8 @@ def _turned(x: Tensor, q_old: Tensor, q_new: Tensor, turn: Tensor | None, dim: i
 
 
 def _rotated(v: Tensor, turn: Tensor, dim: int, *, split: bool) -> Tensor:
-    """Return the second moment `v` with its inner dim `dim` multiplied by the squares of S."""
+    """Return the second moment `v` with its inner dim `dim` multiplied by the squares of S. What is
+    split has relative errors of up to 2^-9 below 1e-33, where gradients are below 3e-17."""
     squares = turn.square()
     if not split or v.dim() != 3:
         return apply_transposed(squares.mT, v, dim)
