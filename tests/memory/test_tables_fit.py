@@ -60,7 +60,12 @@ def advice() -> Any:
         },
         **{"train.recompute": "attention experts shared_experts", "optim.state_dtype": "bfloat16"},
     }
-    planned = SimpleNamespace(needed=79 * GIB, work=Work(3e15, *sizes), bubble=lambda: 0.1234)
+    planned = SimpleNamespace(
+        needed=79 * GIB,
+        work=Work(3e15, *sizes),
+        bubble=lambda: 0.1234,
+        assumed=Assumed("gpu"),
+    )
     setting = SimpleNamespace(changes=changes, plan=planned)
     settings = [setting] * 3
     return SimpleNamespace(
