@@ -405,8 +405,8 @@ MUTATIONS = (
     ),
     Mutation(
         "engine: labels counted over all ranks of a pipeline",
-        "engine/engine.py",
-        "dist.all_reduce(total, group=self.mesh.data_group)",
+        "engine/shares.py",
+        "dist.all_reduce(total, group=self._mesh.data_group)",
         "dist.all_reduce(total)",
         "distributed/test_engine.py distributed/test_training.py",
     ),
@@ -475,14 +475,14 @@ MUTATIONS = (
     ),
     Mutation(
         "mtp: losses are not averaged over depths",
-        "engine/engine.py",
+        "engine/shares.py",
         "self._mtp_loss_weight / num_depths",
         "self._mtp_loss_weight",
         "distributed/test_mtp.py",
     ),
     Mutation(
         "mtp: labels are those of this data rank alone",
-        "engine/engine.py",
+        "engine/shares.py",
         "dist.all_reduce(counts_N2, group",
         "dist.all_reduce(counts_N2.clone(), group",
         "distributed/test_padding.py",

@@ -300,7 +300,7 @@ def preference_errors(rank: int, world_size: int, cases: list[Case]) -> list[tup
     errors = []
     for case in cases:
         pair = make_pair(case)
-        pair.engine._dpo_beta = BETA
+        pair.engine.shares.dpo_beta = BETA
         batch = preference_batch(pair)
         found: list[Any] = [None]
         if rank == 0:
@@ -339,7 +339,7 @@ def test_pairs_and_dpo_belong_together() -> None:
     batch = preference_batch(pair)
     with pytest.raises(DataError, match="the data has pairs of answers"):
         pair.engine.launch_gradients(batch)
-    pair.engine._dpo_beta = BETA
+    pair.engine.shares.dpo_beta = BETA
     with pytest.raises(DataError, match=r"dpo_beta = 0\.3, but the data has no pairs"):
         pair.engine.launch_gradients(replace(batch, columns={}))
 

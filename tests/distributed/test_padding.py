@@ -17,7 +17,7 @@ from lather.config.loop import LoopConfig
 from lather.data.batches import Batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.engine.step import TrainStep
-from lather.models.token_positions import document_boundaries
+from lather.models.document_boundaries import document_boundaries
 from lather.optim import AdamW
 
 ALL = ("attention", "experts", "shared_experts")

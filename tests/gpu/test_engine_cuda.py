@@ -170,7 +170,7 @@ def test_the_walk_does_not_wait_for_the_device(schedule: str) -> None:
     run(engine, batch)  # this compiles kernels
     engine.parameters.clear_gradients()
     number = engine.schedule.num_micro_batches
-    micro_batches = engine._micro_batches(batch, 1.0, [1 / number] * number)
+    micro_batches = engine.shares.micro_batches(batch, 1.0, [1 / number] * number)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -21,6 +21,7 @@ from lather.models import token_positions
 from lather.models.attention import GroupedQueryAttention, HeadSizes, QueryKeyNorm
 from lather.models.attention_kernels import attend
 from lather.models.attention_pieces import Pieces
+from lather.models.document_boundaries import check_boundaries
 from lather.models.flex_attention import (
     FLEX_DTYPES,
     compiled_often,
@@ -28,7 +29,7 @@ from lather.models.flex_attention import (
     flexible_attention,
 )
 from lather.models.rotary import Rotary
-from lather.models.token_positions import SequenceLayout, check_boundaries
+from lather.models.token_positions import SequenceLayout
 from models.tiny import error, random_normal, random_tokens, tiny_family_model
 
 CPU = torch.device("cpu")

@@ -35,7 +35,9 @@ def executor_of(pair: Pair) -> Executor:
 
 def micro_batches(pair: Pair) -> list[MicroBatch]:
     number = pair.engine.schedule.num_micro_batches
-    return pair.engine._micro_batches(pair.share_of(pair.tokens()), 10.0, [1 / number] * number)
+    return pair.engine.shares.micro_batches(
+        pair.share_of(pair.tokens()), 10.0, [1 / number] * number
+    )
 
 
 # --- one process ----------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ def test_masks_and_tables_of_packed_micro_batches_are_those_of_the_live_chunks(
     begins_BS[:, 4] = True
     batch = replace(batch, begins_BS=begins_BS)
     batches: list[MicroBatch] = []
-    prepare, forward = pair.engine._micro_batches, pair.engine._segments.forward
+    prepare, forward = pair.engine.shares.micro_batches, pair.engine._segments.forward
     alive = [0]
 
     def prepared(*args: Any) -> list[MicroBatch]:
@@ -108,7 +110,7 @@ def test_masks_and_tables_of_packed_micro_batches_are_those_of_the_live_chunks(
         alive.append(sum(bool(batch.layout._made) for batch in batches))
         return forward(*args)
 
-    monkeypatch.setattr(pair.engine, "_micro_batches", prepared)
+    monkeypatch.setattr(pair.engine.shares, "micro_batches", prepared)
     monkeypatch.setattr(pair.engine._segments, "forward", counting_forward)
     pair.engine.launch_gradients(batch)
     assert len({id(batch.layout) for batch in batches}) == 6

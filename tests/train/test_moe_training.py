@@ -25,8 +25,8 @@ from lather.engine.engine import build_model
 from lather.errors import DataError, RunError
 from lather.files import read_rows
 from lather.models.decoder import Decoder
+from lather.models.document_boundaries import document_boundaries
 from lather.models.families.qwen3_moe import Qwen3MoeConfig
-from lather.models.token_positions import document_boundaries
 from lather.optim import AdamW
 from lather.train.metrics import expert_load_row
 from train.tiny_steps import CPU, gradients_of_step, train_step

@@ -74,7 +74,7 @@ class TrainStep:
         A step whose loss or gradient is not finite, or a spike, changes nothing on any rank. A step
         without labels computes and changes nothing; its loss and norm are NaN.
         """
-        num_labels, num_tokens = self.engine.counts_of_all(batch)
+        num_labels, num_tokens = self.engine.shares.counts_of_all(batch)
         if not num_labels:
             return self._with_refreshes(self.engine.without_labels())
         batch = replace(batch, labels_of_all=num_labels, tokens_of_all=num_tokens)

@@ -31,7 +31,8 @@ from lather.data.batches import Batch, Source, read_batch
 from lather.data.sequences import IGNORE_INDEX
 from lather.device import no_autocast
 from lather.models.decoder import Decoder
-from lather.models.token_positions import SequenceLayout, document_boundaries
+from lather.models.document_boundaries import document_boundaries
+from lather.models.token_positions import SequenceLayout
 from lather.shapes import Bool, Float, Int
 
 LOGITS_AT_A_TIME = 1 << 24

@@ -30,6 +30,7 @@ from lather.device import Read, read, to_device
 from lather.models.attention_pieces import Pieces, Segment
 from lather.models.block_masks import block_mask_of
 from lather.models.context import Context
+from lather.models.document_boundaries import check_boundaries
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.rotary import Rotary
 from lather.models.sequence_slices import SequenceSlices
@@ -388,39 +389,3 @@ def _of_tokens(sees: Callable[..., Tensor], index_S: Tensor) -> Callable[..., Te
     """Return the predicate of queries that are numbers of tokens, with these indices among the
     keys."""
     return lambda batch, head, query, key: sees(batch, head, index_S[query], key)
-
-
-def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Raise TypeError or ValueError unless these are boundaries of documents with this number of
-    tokens in total."""
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"cu_seqlens is {cu_seqlens.dtype}: it must be int32 or int64, the boundaries of the "
-            "documents"
-        )
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(
-            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: it must be one row of two or more "
-            f"boundaries, 0 to {num_tokens}"
-        )
-    bounds = read(cu_seqlens, Read.BOUNDS)
-    if bounds[0] != 0 or bounds[-1] != num_tokens:
-        raise ValueError(
-            f"cu_seqlens goes from {bounds[0]} to {bounds[-1]}: it must go from 0 to batch * "
-            f"length = {num_tokens}, "
-            "so that every token is in a document"
-        )
-    falls = (bounds.diff() < 0).nonzero()
-    if len(falls):
-        at = int(falls[0])
-        raise ValueError(
-            f"cu_seqlens falls from {bounds[at]} to {bounds[at + 1]} at entry {at + 1}: boundaries "
-            "must ascend"
-        )
-
-
-def document_boundaries(begins_BS: Bool[Tensor, "b s"]) -> Int[Tensor, " n"]:
-    """Return the boundaries of documents among the B * S tokens: 0, the first token of each
-    document, B * S."""
-    edges = torch.tensor([0, begins_BS.numel()], device=begins_BS.device)
-    return torch.cat((edges, begins_BS.flatten().nonzero().flatten())).unique()
