@@ -23,6 +23,8 @@ from lather.errors import UserError
 from lather.files import NO_SPACE, check_space
 
 SCHEME = "hf://"
+CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+"""Files in the folder of a model."""
 COMMIT = r"[0-9a-f]{40}"
 Kind = Literal["model", "dataset"]
 REVISION = r"refs/convert/[\w.-]+|refs/pr/\d+|[^/]+"

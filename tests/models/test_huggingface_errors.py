@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lather.errors import ExchangeError
 from lather.files import complete_folder
-from lather.models.hf import model_folder, safetensors_folder
+from lather.models.hf import published_weights, safetensors_folder
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import load_hugging_face, model_from_hugging_face
 from lather.safetensors_file import open_safetensors, write_safetensors
@@ -262,7 +262,7 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The result does not depend on how many elements are compared at a time."""
-    monkeypatch.setattr(model_folder, "COMPARED_ELEMENTS", elements)
+    monkeypatch.setattr(published_weights, "COMPARED_ELEMENTS", elements)
     tied = {"tie_word_embeddings": True}
     save_hugging_face(tiny_model(**tied), tiny_config(**tied), tmp_path / "in")
     file = tmp_path / "in" / WEIGHTS

@@ -27,14 +27,12 @@ from lather.config.toml_file import config_to_toml, folder_of, without_none
 from lather.engine.trained_parameters import check_adapters_are_all
 from lather.errors import UserError
 from lather.files import check_new_folder, complete_folder, read_text, write_json
-from lather.hub import SCHEME, Address, HubError
+from lather.hub import CONFIG_FILE, SCHEME, TOKENIZER_FILE, Address, HubError
 from lather.lines import fit
 from lather.models.families import ModelConfig
 from lather.models.hf.hub_model import fetch_model
 from lather.models.hf.model_export import copy_companions
 from lather.models.hf.model_folder import (
-    CONFIG_FILE,
-    TOKENIZER_FILE,
     Reading,
     notes_on_config,
     open_hugging_face,

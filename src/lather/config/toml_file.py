@@ -36,8 +36,9 @@ from lather.config.suggestions import suggestion
 from lather.errors import ConfigError, as_toml
 from lather.files import read_text
 from lather.formats import RUN
+from lather.hub import CONFIG_FILE
 from lather.models.families import FAMILIES, ModelConfig
-from lather.models.hf.model_folder import CONFIG_FILE, Reading, read_config
+from lather.models.hf.model_folder import Reading, read_config
 
 CHOICES = ("model.model_type", "optim.name", *(f"optim.{kind}.rule" for kind in KINDS))
 """Fields that decide which other fields there are."""

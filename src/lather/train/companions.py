@@ -19,8 +19,8 @@ from lather.data.dataset import MANIFEST, Manifest, read_manifest
 from lather.data.documents import load_tokenizer
 from lather.errors import DataError
 from lather.files import complete_folder, read_text
+from lather.hub import CONFIG_FILE, TOKENIZER_FILE
 from lather.models.hf.model_export import GENERATION_FILE, copy_companions
-from lather.models.hf.model_folder import CONFIG_FILE, TOKENIZER_FILE
 
 COMPANION_FOLDER = "huggingface"
 """Folder in the run directory that holds the copies."""

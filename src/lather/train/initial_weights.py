@@ -19,11 +19,10 @@ from lather.checkpoint.state import TrainingState
 from lather.config.config import Config
 from lather.config.toml_file import folder_of, load_run, model_of
 from lather.errors import CheckpointError, ConfigError, DataError, as_toml
+from lather.hub import CONFIG_FILE, TOKENIZER_FILE
 from lather.models.adapted import MergedTensors, is_adapters
 from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import (
-    CONFIG_FILE,
-    TOKENIZER_FILE,
     notes_on_config,
     open_hugging_face,
 )

@@ -22,10 +22,9 @@ from lather.data.documents import load_tokenizer
 from lather.data.recipe import END_OF_TEXT
 from lather.errors import ConfigError, ExchangeError, UserError
 from lather.files import read_text
+from lather.hub import CONFIG_FILE, TOKENIZER_FILE
 from lather.models.families import ModelConfig
 from lather.models.hf.model_folder import (
-    CONFIG_FILE,
-    TOKENIZER_FILE,
     notes_on_config,
     open_hugging_face,
     read_config,

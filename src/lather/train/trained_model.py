@@ -30,12 +30,12 @@ from lather.engine.engine import build_model
 from lather.engine.step import pick_device
 from lather.errors import require
 from lather.generation.prompts import ConversationFormat, encode_text
+from lather.hub import TOKENIZER_FILE
 from lather.memory_limits import free_memory
 from lather.models.adapted import MergedTensors
 from lather.models.decoder import Decoder
 from lather.models.generate import generate
 from lather.models.hf.model_export import MAX_SHARD_BYTES, save_hugging_face, write_companions
-from lather.models.hf.model_folder import TOKENIZER_FILE
 from lather.models.streamed import StreamedDecoder
 from lather.pipeline.model_part import allocate
 from lather.safetensors_file import TensorSource

@@ -9,9 +9,9 @@ from typing import Unpack
 
 from lather.errors import ExchangeError
 from lather.files import check_space
-from lather.hub import Address, cache_folder, open_repository
+from lather.hub import CONFIG_FILE, Address, cache_folder, open_repository
 from lather.models.hf.model_export import COMPANIONS
-from lather.models.hf.model_folder import CONFIG_FILE, Reading, read_config, weight_shapes
+from lather.models.hf.model_folder import Reading, read_config, weight_shapes
 from lather.models.hf.safetensors_folder import INDEX_FILE, SINGLE_FILE, read_index
 
 

@@ -17,17 +17,16 @@ from torch import Tensor, nn
 
 from lather.errors import ExchangeError
 from lather.files import StrPath, complete_folder, write_json
+from lather.hub import CONFIG_FILE, TOKENIZER_FILE
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, family_of
 from lather.models.hf.config_json import config_to_hugging_face
 from lather.models.hf.key_map import MTP_COPIES, MappedTensor, Shape, published_formats
 from lather.models.hf.model_folder import (
-    CONFIG_FILE,
-    TOKENIZER_FILE,
-    first_name,
     read_json,
     weight_shapes,
 )
+from lather.models.hf.published_weights import first_name
 from lather.models.hf.safetensors_folder import write_published
 from lather.models.routing import CORRECTION_BIAS
 from lather.safetensors_file import (
