@@ -391,9 +391,9 @@ MUTATIONS = (
     ),
     Mutation(
         "parallel: a token counts once for each of its experts on a rank",
-        "parallel/exchange_plan.py",
-        "slot_TK, row_TK, ~row_TK).int()",
-        "slot_TK, row_TK, row_TK).int()",
+        "kernels/exchange_plan/reference.py",
+        "row_TK, ~row_TK).int()",
+        "row_TK, row_TK).int()",
         "distributed/test_expert.py",
     ),
     Mutation(

@@ -150,6 +150,23 @@ def _cross_entropy(s: ModelSizes) -> Calls:
     yield token_losses, s.tokens(s.v), _integers(s.t), _floats(()), {"z_loss": 1e-4}
 
 
+def _exchange_plan(s: ModelSizes) -> Calls:
+    from lather.kernels.exchange_plan.triton import (
+        pack_routing,
+        plan_rows,
+        slots_from_sent,
+        unpack_routing,
+    )
+
+    experts_TK, row_TK = _integers(s.t, s.k), _on_meta(s.t, s.k, dtype=torch.int32)
+    for num_ranks in (8, 32):
+        yield plan_rows, experts_TK, s.e // num_ranks, num_ranks, num_ranks == 32
+    token_S, weights_TK = _on_meta(s.t * s.k // 2, dtype=torch.int32), _floats(s.t, s.k)
+    yield pack_routing, experts_TK, weights_TK, token_S, row_TK, s.e // 8
+    yield unpack_routing, _on_meta(s.t, 2 * s.k, dtype=torch.int32), torch.float32
+    yield slots_from_sent, weights_TK, row_TK
+
+
 def _gather(s: ModelSizes) -> Calls:
     from lather.kernels.gather.triton import add_rows, gather_rows
 
@@ -410,6 +427,7 @@ CASES: tuple[Callable[[ModelSizes], Calls], ...] = (
     _block_scaled,
     _combine,
     _cross_entropy,
+    _exchange_plan,
     _gather,
     _grouped_weight_gradient,
     _linear_cross_entropy,

@@ -42,12 +42,12 @@ from torch.autograd.function import once_differentiable
 
 from lather.device import Read, gpu_module, is_gpu, read
 from lather.kernels.combine import combine_forward
+from lather.kernels.exchange_plan import pack_routing, slots_from_sent, unpack_routing
 from lather.kernels.gather import padded_index_gather
-from lather.kernels.route import check_range
 from lather.models.moe import Dispatched, Exchange
 from lather.models.pending import Pending
 from lather.models.routing import Routing
-from lather.parallel.exchange_plan import DispatchHandle, pack_routing, plan_routing, unpack_routing
+from lather.parallel.exchange_plan import DispatchHandle, ExchangePlan
 from lather.profiled import profiled
 from lather.shapes import Float
 
@@ -114,12 +114,10 @@ class ExpertExchange(Exchange):
         Raises ValueError, before anything is sent, if experts are out of range (on CUDA the device
         asserts this).
         """
-        lowest = 0 if routing.num_pairs is None else -1
-        check_range(routing.experts_TK, lowest, self.num_experts, "experts_TK")
-        plan = plan_routing(routing, self.num_local_experts, self.num_ranks)
-        sizes_2P2 = torch.stack([plan.sizes_P2, torch.empty_like(plan.sizes_P2)])
+        plan = ExchangePlan.of_routing(routing, self.num_local_experts, self.num_ranks)
+        sizes_2P2 = plan.sizes_2P2
         work = dist.all_to_all_single(
-            sizes_2P2[1], plan.sizes_P2, group=self.sizes_group, async_op=True
+            sizes_2P2[1], sizes_2P2[0], group=self.sizes_group, async_op=True
         )
         arrive: Callable[[], object] = work.wait
         if is_gpu(sizes_2P2):
@@ -129,7 +127,7 @@ class ExpertExchange(Exchange):
             # the compute stream may have further work queued
             with gpu_module(sizes_2P2).stream(self._sizes_stream):
                 work.wait()
-                record_use(plan.sizes_P2, sizes_2P2)
+                record_use(sizes_2P2)
                 sizes_2P2 = read(sizes_2P2, Read.SIZES, wait=False)
                 arrive = self._sizes_stream.record_event().synchronize
 
@@ -154,7 +152,14 @@ class ExpertExchange(Exchange):
                 "give the routing of these tokens"
             )
         handle = self.start_plan(routing).wait() if plan is None else plan
-        packed_arriving = self._send(pack_routing(routing, handle, self.num_local_experts), handle)
+        packed = pack_routing(
+            routing.experts_TK,
+            routing.weights_TK,
+            handle.token_S,
+            handle.row_TK,
+            self.num_local_experts,
+        )
+        packed_arriving = self._send(packed, handle)
         x_arriving = self._send(_rows_to_send(x_TD, handle), handle)
         dtype = routing.weights_TK.dtype
 
@@ -205,9 +210,7 @@ class ExpertExchange(Exchange):
         def finish() -> tuple[Tensor, Tensor]:
             grad_SD, grad_weights_SK = grad_arriving.wait(), weights_arriving.wait()
             grad_TD = self._sum_per_token(handle, grad_SD)
-            if not len(grad_weights_SK):  # all tokens are padding
-                return grad_TD, grad_weights_SK.new_zeros(handle.row_TK.shape)
-            grad_weights_TK = grad_weights_SK.gather(0, handle.row_of_slot())
+            grad_weights_TK = slots_from_sent(grad_weights_SK, handle.row_TK)
             self.free_buffer(grad_weights_SK)
             return grad_TD, grad_weights_TK
 

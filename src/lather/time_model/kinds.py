@@ -212,6 +212,7 @@ TRITON: dict[str, str] = {
     "sum_in_order": "elementwise",
     "rotary": "norms, rotary, routes",
     "route": "norms, rotary, routes",
+    "exchange_plan": "norms, rotary, routes",
     "cross_entropy": "loss kernels",
     "linear_cross_entropy": "loss kernels",
     "adam_in_basis": "optimizer kernels",
