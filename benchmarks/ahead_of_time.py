@@ -42,6 +42,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 import lather
 from benchmarks.kernel_cases import CASES, DTYPES, MODELS
 from benchmarks.report import Row, RowFile
@@ -50,9 +52,9 @@ SHARED_KIB = {80: 163, 90: 227, 100: 227}
 """The most shared memory that a block can ask for, in KiB by architecture (CUDA C++ programming
 guide, technical specifications)."""
 
-LEAST_ARCHITECTURE = {"block_scaled": 89}
-"""The first architecture with a kernel's instructions, by folder of `lather.kernels`, for those
-that others have not."""
+LEAST_ARCHITECTURE_OF_FP8 = 89
+"""The first architecture that converts e4m3; kernels with such an operand are not compiled for
+others."""
 
 SPILLED_BYTES: dict[str, int] = {}
 """Bytes that a kernel may spill, by kernel, where spilling was measured to be faster than not
@@ -100,7 +102,8 @@ def caught(
     architecture, case = 0, ""
 
     def catch(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if architecture < LEAST_ARCHITECTURE.get(name_of(kernel).partition(".")[0], 0):
+        dtypes = [getattr(argument, "dtype", None) for argument in arguments]
+        if architecture < LEAST_ARCHITECTURE_OF_FP8 and torch.float8_e4m3fn in dtypes:
             return
         launches.append(Launch(kernel, arguments, options, architecture, [case]))
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from lather.kernels.block_scaled import BLOCK, DTYPE, BlockScaled
 from lather.kernels.linear_cross_entropy import gpu_tile
 from lather.kernels.route.reference import rows_for
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU
@@ -73,6 +74,13 @@ _floats = partial(_on_meta, dtype=torch.float32)
 _integers = partial(_on_meta, dtype=torch.int64)
 
 
+def _scaled(*shape: int) -> BlockScaled:
+    """Return rows or weights in FP8."""
+    scaled_dims = 1 if len(shape) == 2 else 2
+    scales = [-(-size // BLOCK) for size in shape[-scaled_dims:]]
+    return BlockScaled(_on_meta(*shape, dtype=DTYPE), _floats(*shape[:-scaled_dims], *scales))
+
+
 def _adam_in_basis(s: ModelSizes) -> Calls:
     from lather.kernels.adam_in_basis.triton import adam_in_basis
 
@@ -109,7 +117,6 @@ def _attention_slices(s: ModelSizes) -> Calls:
 
 
 def _block_scaled(s: ModelSizes) -> Calls:
-    from lather.kernels.block_scaled import BLOCK, DTYPE
     from lather.kernels.block_scaled.triton import (
         grouped_product,
         scale_rows,
@@ -117,22 +124,18 @@ def _block_scaled(s: ModelSizes) -> Calls:
         unscale_rows,
     )
 
-    def scaled(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scaled_dims = 1 if len(shape) == 2 else 2
-        scales = [-(-size // BLOCK) for size in shape[-scaled_dims:]]
-        return _on_meta(*shape, dtype=DTYPE), _floats(*shape[:-scaled_dims], *scales)
-
     end_E, row_G = _on_meta(s.e, dtype=torch.int32), _integers(s.g)
-    yield unscale_rows, *scaled(s.t, s.d), row_G, s.rows(s.d)
-    yield unscale_rows, *scaled(s.t, s.d), None, s.tokens(s.d)
+    yield unscale_rows, *_scaled(s.t, s.d), row_G, s.rows(s.d)
+    yield unscale_rows, *_scaled(s.t, s.d), None, s.tokens(s.d)
     for o, i in ((2 * s.f, s.d), (s.d, s.f)):
-        weights = scaled(s.e, o, i)
+        weights = _scaled(s.e, o, i)
         yield scale_weights, _on_meta(s.e, o, i, dtype=s.dtype), *weights
-        yield scale_rows, s.rows(i), *scaled(s.g, i)
+        yield scale_rows, s.rows(i), *_scaled(s.g, i)
         for row in (row_G, None):
-            rows = scaled(s.t if row is row_G else s.g, i)
-            yield grouped_product, *rows, row, *weights, end_E, s.rows(o), False
-        yield grouped_product, *scaled(s.g, o), None, *weights, end_E, s.rows(i), True
+            rows = (_scaled(s.g if row is None else s.t, size) for size in (i, o))
+            for scaled, size in zip(rows, (o, i), strict=True):
+                products = *weights, end_E, s.rows(size), size == i
+                yield grouped_product, *scaled, row, *products
 
 
 def _combine(s: ModelSizes) -> Calls:
@@ -370,9 +373,10 @@ def _sum_in_order(s: ModelSizes) -> Calls:
 
 
 def _swiglu(s: ModelSizes) -> Calls:
-    from lather.kernels.swiglu.triton import gate_forward, gate_gradient
+    from lather.kernels.swiglu.triton import gate_forward, gate_gradient, scaled_gate_forward
 
     yield gate_forward, s.rows(2 * s.f), s.gate
+    yield scaled_gate_forward, s.rows(2 * s.f), s.gate, *_scaled(s.g, s.f)
     yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate, None, s.rows(s.f)
     yield (
         gate_gradient,
@@ -383,6 +387,8 @@ def _swiglu(s: ModelSizes) -> Calls:
         s.rows(s.f),
         _floats(s.g),
     )
+    weighted = _floats(s.g), s.rows(s.f), _floats(s.g), _scaled(s.g, 2 * s.f)
+    yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate, *weighted
     yield gate_gradient, s.rows(s.f), s.rows(2 * s.f), s.gate
 
 

@@ -6,11 +6,20 @@ from torch import Tensor
 
 from lather.kernels.block_scaled import (
     BlockScaled,
+    empty_rows,
     grouped_product,
     multiplies_in_fp8,
     scaled_rows,
     scaled_weights,
     unscaled_rows,
+)
+from lather.kernels.swiglu import (
+    CLAMPED_SWIGLU,
+    SWIGLU,
+    Gate,
+    gate_backward,
+    gate_forward,
+    scaled_gate_forward,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -42,6 +51,22 @@ def test_values_and_scales_have_the_bits_of_the_definition(dtype: torch.dtype) -
         .nan_to_num(-1.0)
         .equal(unscaled_rows(rows, None, dtype).nan_to_num(-1.0))
     )
+
+
+@pytest.mark.parametrize("gate", [SWIGLU, CLAMPED_SWIGLU], ids=str)
+@pytest.mark.parametrize("columns", [200, 1408])
+def test_gates_write_the_bits_of_rounding_what_they_write_in_bf16(columns: int, gate: Gate) -> None:
+    gate_up = drawn(300, 2 * columns, dtype=torch.bfloat16).cuda()
+    gate_up[7, 130], gate_up[8] = torch.nan, 0.0
+    grad_h, weight = torch.ones_like(gate_up[:, :columns]), torch.rand(300).cuda()
+    in_fp8 = empty_rows(gate_up, 2 * columns)
+    grad, _, _ = gate_backward(grad_h, gate_up, gate, weight, in_fp8)
+    for found, x in (
+        (scaled_gate_forward(gate_up, gate), gate_forward(gate_up, gate)),
+        (in_fp8, grad),
+    ):
+        for ours, theirs in zip(found, scaled_rows(x.cpu()), strict=True):
+            assert ours.cpu().float().nan_to_num(-1.0).equal(theirs.float().nan_to_num(-1.0))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lather.kernels.block_scaled import BlockScaled
 from lather.torch_private import TorchDispatchMode
 
 try:
@@ -54,6 +55,12 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert is_close(actual, expected, dtype)
     if expected.abs().sum() > 0:
         assert not is_close(1.01 * expected.double(), expected, dtype)
+
+
+def bits_of_fp8(scaled: BlockScaled) -> list[Tensor]:
+    """Return the bits of values and scales; a NaN has many, of which one is taken."""
+    values = torch.where(scaled.values.float().isnan(), 127, scaled.values.view(torch.uint8))
+    return [values, scaled.scales.nan_to_num(nan=-1.0, posinf=torch.inf).view(torch.int32)]
 
 
 def multiplying_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

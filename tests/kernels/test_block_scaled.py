@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.implementations import INTERPRETER, assert_close, is_close
+from kernels.implementations import INTERPRETER, assert_close, bits_of_fp8, is_close
 from lather.device import gpu_module
 from lather.kernels import block_scaled
 from lather.kernels.block_scaled import (
@@ -36,39 +36,6 @@ SIZES = [(1, 1), (63, 200), (256, 300)]
 COUNTS = {"uneven": [3, 0, 130, 1], "all in one": [0, 70, 0], "none": [0, 0]}
 
 
-@pytest.fixture(autouse=True)
-def _exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convert e4m3 in the interpreter as GPUs and torch do: its own conversion loses carries and
-    NaN."""
-    if triton is None:
-        return
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    convert, multiply = InterpreterBuilder.create_fp_to_fp, InterpreterBuilder.create_dot
-
-    def exact(self: Any, x: Any, dtype: Any, rounding: Any) -> Any:
-        data = torch.from_numpy(np.ascontiguousarray(x.data))
-        if dtype.scalar == tl.float8e4nv and x.dtype.scalar == tl.float32:
-            codes = data.to(reference.DTYPE).view(torch.uint8)
-            return TensorHandle(codes.numpy(), tl.float8e4nv)
-        if x.dtype.scalar == tl.float8e4nv:
-            assert dtype.scalar == tl.float32
-            return TensorHandle(data.view(reference.DTYPE).float().numpy(), tl.float32)
-        return convert(self, x, dtype, rounding)
-
-    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        wide = (
-            exact(self, x, tl.float32, None) if x.dtype.scalar == tl.float8e4nv else x
-            for x in (a, b)
-        )
-        return multiply(self, *wide, *others)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", exact)
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-
-
 @pytest.fixture
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Have the public functions call this implementation."""
@@ -88,7 +55,11 @@ EACH = pytest.mark.parametrize(
     ],
     indirect=True,
 )
-pytestmark = [EACH, pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
+pytestmark = [
+    EACH,
+    pytest.mark.usefixtures("_exact_fp8"),
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+]
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -114,12 +85,6 @@ def dense(scaled: BlockScaled) -> Tensor:
         size = scaled.values.shape[dim]
         scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
     return scaled.values.double() * scales
-
-
-def bits(scaled: BlockScaled) -> list[Tensor]:
-    """Return the bits of values and scales; a NaN has many, of which one is taken."""
-    values = torch.where(scaled.values.float().isnan(), 127, scaled.values.view(torch.uint8))
-    return [values, scaled.scales.nan_to_num(nan=-1.0, posinf=torch.inf).view(torch.int32)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -306,7 +271,8 @@ def test_both_implementations_have_the_same_bits_of_values_and_scales(
     found = [scaled_rows(x), scaled_weights(weight)]
     monkeypatch.undo()
     for ours, expected in zip(found, [scaled_rows(x), scaled_weights(weight)], strict=True):
-        assert all(a.equal(b) for a, b in zip(bits(ours), bits(expected), strict=True))
+        pairs = zip(bits_of_fp8(ours), bits_of_fp8(expected), strict=True)
+        assert all(a.equal(b) for a, b in pairs)
 
 
 def test_gpus_multiply_in_fp8_from_compute_capability_8_9_on(

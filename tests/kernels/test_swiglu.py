@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kernels.implementations import INTERPRETER, assert_close, on_each
+from kernels.implementations import INTERPRETER, assert_close, bits_of_fp8, on_each
 from lather.kernels import swiglu as op
 from lather.kernels.backend import wide_dtype
+from lather.kernels.block_scaled import BLOCK, BlockScaled, empty_rows, scaled_rows
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU, Gate, reference, swiglu
 
 try:
@@ -129,6 +130,44 @@ def test_triton_against_the_reference(
     ):
         assert actual.dtype == expected.dtype
         assert_close(actual, expected, dtype)
+
+
+def has_bits_of(found: BlockScaled, x: Tensor) -> bool:
+    pairs = zip(bits_of_fp8(found), bits_of_fp8(scaled_rows(x)), strict=True)
+    return all(a.equal(b) for a, b in pairs)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.usefixtures("_exact_fp8")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gate", GATES, ids=GATE_IDS)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(37, 33), (7, BLOCK), (5, 3 * BLOCK // 2), (3, 9 * BLOCK), (1, 1), (0, 4)]
+)
+def test_results_in_fp8_have_the_bits_of_rounding_those_in_the_dtype(
+    implementation: ModuleType, gate: Gate, rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    """A row with NaN, one with infinities, and one of zeros are among them. An error of 1 % would
+    be seen in the scales."""
+    gate_up, grad, scale = inputs(rows, columns, dtype)
+    for row, value in ((2, torch.nan), (3, torch.inf)):
+        gate_up[row : row + 1, columns] = value
+    gate_up[4:5], scale[6:] = 0, torch.inf
+    h = empty_rows(gate_up, columns)
+    implementation.scaled_gate_forward(gate_up, gate, *h)
+    expected = implementation.gate_forward(gate_up, gate)
+    assert has_bits_of(h, expected)
+    assert rows == 0 or not has_bits_of(h, 1.01 * expected.float())
+
+    for weights in ((), (scale, torch.empty_like(grad), scale.clone())):
+        in_fp8 = empty_rows(gate_up, 2 * columns)
+        found = implementation.gate_gradient(
+            grad, gate_up, gate, *(weights or (None, None, None)), in_fp8
+        )
+        assert has_bits_of(in_fp8, found)
+        plain = implementation.gate_gradient(grad, gate_up, gate, *weights)
+        assert found.nan_to_num(-1.0).equal(plain.nan_to_num(-1.0))
 
 
 @IMPLEMENTATIONS

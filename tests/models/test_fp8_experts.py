@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lather.data.batches import Batch
+from lather.kernels import block_scaled, swiglu
 from lather.kernels.block_scaled import BLOCK, BlockScaled, scaled_rows, scaled_weights
 from lather.kernels.swiglu import CLAMPED_SWIGLU, SWIGLU, Gate
 from lather.models import experts as experts_module
@@ -143,6 +144,22 @@ def test_output_and_every_gradient_are_those_of_the_formula(
         assert plain[name] > 0.015, name
 
 
+def test_only_rows_of_tokens_are_rounded_by_a_pass_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check that they are the input, in backward once more, and the output's gradient; rows of
+    experts are rounded where they are computed."""
+    case, shapes = Case(), list[tuple[int, ...]]()
+
+    def convert(x: Tensor) -> BlockScaled:
+        shapes.append(tuple(x.shape))
+        return scaled_rows(x)
+
+    monkeypatch.setattr(experts_module, "scaled_rows", convert)
+    case.results(case.run())
+    assert shapes == 3 * [(T, D)]
+
+
 def test_without_tokens_there_are_zeros() -> None:
     case = Case(empty=True)
     results = case.results(case.run())
@@ -269,16 +286,13 @@ def test_gradients_are_near_those_in_bf16_with_block_scales_and_far_with_one(
     exact = case.results(case.run(in_fp8=False))
     found = case.results(case.run())
 
-    def with_one_scale(x: Tensor) -> BlockScaled:
-        scaled = scaled_rows(x)
+    def with_one_scale(x: Tensor, values: Tensor, scales: Tensor) -> None:
         scale = x.float().abs().max() / 448
-        values = (x.float() / scale).clamp(-448, 448).to(scaled.values.dtype)
-        return BlockScaled(values, scale.expand_as(scaled.scales).contiguous())
+        values.copy_((x.float() / scale).clamp(-448, 448))
+        scales.fill_(scale)
 
-    from lather.models import scaled_products
-
-    for module in (scaled_products, experts_module):
-        monkeypatch.setattr(module, "scaled_rows", with_one_scale)
+    for module in (block_scaled.reference, swiglu.reference):
+        monkeypatch.setattr(module, "scale_rows", with_one_scale)
     control = case.results(case.run())
 
     def nearness(results: dict[str, Tensor]) -> list[float]:

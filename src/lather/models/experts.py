@@ -33,10 +33,10 @@ from torch.autograd.function import once_differentiable
 
 from lather.boxes import gradient_dtype
 from lather.device import Read, no_autocast, positions
-from lather.kernels.block_scaled import BlockScaled, scaled_rows
+from lather.kernels.block_scaled import BlockScaled, empty_rows, scaled_rows
 from lather.kernels.combine import combine_forward
 from lather.kernels.route import Route, plan_route, rows_from_slots, slots_from_rows
-from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward
+from lather.kernels.swiglu import SWIGLU, Gate, gate_backward, gate_forward, scaled_gate_forward
 from lather.models.gated_mlp import GatedCall
 from lather.models.grouped_products import (
     grouped_sum,
@@ -192,11 +192,21 @@ class _Call(GatedCall):
     keeps_fp8_rows: bool
 
     def operand(self, x: Rows) -> Rows:
-        """Round the layer's input (R, D) for the products that read it."""
+        """Round rows for the products that read them."""
         if isinstance(x, BlockScaled):
             return x
         x = x.to(self.dtype)
         return scaled_rows(x) if self.in_fp8 else x
+
+    def gate_gradients(
+        self, grad_h_GF: Tensor, gate_up_GH: Tensor, weight_G: Tensor
+    ) -> tuple[Tensor, Rows, Tensor, Tensor]:
+        """Return what `gate_backward` does, and after the gradient of gate/up the same for the
+        product that reads it."""
+        in_fp8 = empty_rows(gate_up_GH, gate_up_GH.shape[1]) if self.in_fp8 else None
+        grad_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, self.gate, weight_G, in_fp8)
+        assert dot_G is not None
+        return grad_GH, grad_GH if in_fp8 is None else in_fp8, h_GF, dot_G
 
     def saved_input(self, x_RD: Tensor, scales: Tensor | None) -> Rows:
         """Return the layer's input, which deferred weight gradients may keep, in backward."""
@@ -231,8 +241,9 @@ class _RoutedExperts(torch.autograd.Function):
     ) -> Tensor:
         gate_up, down = call.stacks(route.end_E, parameters)
         x = call.operand(x_RD)
-        gate_up_GH = gate_up.numbered_linear(x, route.token_G)
-        y_GD = down.linear(gate_forward(gate_up_GH, call.gate))
+        gate_up_GH = gate_up.linear(x, route.token_G)
+        activation = scaled_gate_forward if call.in_fp8 else gate_forward
+        y_GD = down.linear(activation(gate_up_GH, call.gate))
         y_RD = combine_forward(y_GD, route.row_TK, weights_RK)
         saved_GH = gate_up_GH if call.keep_gate_up else None
         ctx.call, ctx.parameters, ctx.dtype = call, parameters, x_RD.dtype
@@ -261,20 +272,25 @@ class _RoutedExperts(torch.autograd.Function):
         gate_up, down = call.stacks(end_E, parameters)
         x, grad_RD = call.saved_input(x_RD, scales), grad_RD.to(call.dtype)
         if gate_up_GH is None:
-            gate_up_GH = gate_up.numbered_linear(call.operand(x), token_G)
+            gate_up_GH = gate_up.linear(call.operand(x), token_G)
         needs_x, _, _, _, *needs = ctx.needs_input_grad
         gradient = partial(_gradient, call.queue, ctx.parameters, needs)
         of_gate_up: list[Tensor | None] = [None] * 4
         of_down: list[Tensor | None] = [None] * 4
 
-        grad_GD = rows_of(grad_RD, token_G)
+        # products in FP8 look up rows by number
+        gathers = not call.in_fp8 or down.bias_EO is not None
+        grad_GD: Any = rows_of(grad_RD, token_G) if gathers else None
         weight_G = rows_from_slots(weights_RK, row_RK, len(token_G))
-        grad_h_GF = down.transposed(grad_GD)
-        grad_gate_up_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, call.gate, weight_G)
-        assert dot_G is not None
+        grad_h_GF = (
+            down.transposed(call.operand(grad_RD), token_G)
+            if call.in_fp8
+            else down.transposed(grad_GD)
+        )
+        grad_gate_up_GH, rows, h_GF, dot_G = call.gate_gradients(grad_h_GF, gate_up_GH, weight_G)
         del grad_h_GF, gate_up_GH
         product = partial(_product, ctx.parameters[4], end_E)
-        at_once = product(grad_GD, h_GF)
+        at_once = product(grad_GD, h_GF) if gathers else None
         of_down[0] = gradient(4, product(grad_RD, h_GF, g_rows=token_G), at_once)
         if any(needs[6:]):
             of_down[2:] = down.factor_gradients(grad_GD, h_GF)
@@ -285,6 +301,12 @@ class _RoutedExperts(torch.autograd.Function):
         grad_weights_RK = slots_from_rows(dot_G, row_RK).to(weights_RK.dtype)
         del grad_GD
 
+        grad_x_RD = None
+        if needs_x:
+            grad_x_GD = gate_up.transposed(rows)
+            del rows
+            grad_x_RD = combine_forward(grad_x_GD, row_RK).to(ctx.dtype)
+            del grad_x_GD
         product = partial(_product, ctx.parameters[0], end_E)
         of_gate_up[0] = gradient(0, product(grad_gate_up_GH, x, x_rows=token_G))
         if any(needs[2:4]):
@@ -293,9 +315,6 @@ class _RoutedExperts(torch.autograd.Function):
             of_gate_up[2:] = gate_up.factor_gradients(grad_gate_up_GH, x_GD)
             del x_GD
         of_gate_up[1] = gradient(1, partial(grouped_sum, grad_gate_up_GH, end_E))
-        grad_x_RD = None
-        if needs_x:
-            grad_x_RD = combine_forward(gate_up.transposed(grad_gate_up_GH), row_RK).to(ctx.dtype)
         return grad_x_RD, grad_weights_RK, None, None, *of_gate_up, *of_down
 
 

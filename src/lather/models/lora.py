@@ -97,19 +97,23 @@ class AdaptedStack:
     """The end of each expert's rows."""
     cache: RoundedWeights = NO_CACHE
 
-    def linear(self, x_GI: Float[Tensor, "g i"]) -> Float[Tensor, "g o"]:
-        """Compute x (W_e + s B_e A_e)^T + b_e, in the dtype of x."""
+    def linear(self, x: Any, row_G: Int[Tensor, " g"] | None = None) -> Float[Tensor, "g o"]:
+        """Compute x (W_e + s B_e A_e)^T + b_e, in the dtype of x.
+
+        Args:
+            row_G: the row of x of each of the G rows, -1 for a row of zeros; None: x has the G
+                rows.
+        """
+        x_GI = x if row_G is None else rows_of(x, row_G)
         y_GO = self._times(grouped_linear, x_GI, self.weight_EOI)
         if self.a_ErI is not None and self.b_EOr is not None:
             y_GO.add_(self._times(grouped_linear, x_GI, self.a_ErI, self.b_EOr), alpha=self.scale)
         return self._with_bias(y_GO)
 
-    def numbered_linear(self, x: Any, row_G: Int[Tensor, " g"]) -> Float[Tensor, "g o"]:
-        """Compute `linear` of the rows of x (R, I) with these numbers; of zeros for -1."""
-        return self.linear(rows_of(x, row_G))
-
-    def transposed(self, grad_GO: Float[Tensor, "g o"]) -> Float[Tensor, "g i"]:
-        """Compute grad (W_e + s B_e A_e), the gradient of the rows in `linear`."""
+    def transposed(self, grad: Any, row_G: Int[Tensor, " g"] | None = None) -> Float[Tensor, "g i"]:
+        """Compute grad (W_e + s B_e A_e), the gradient of the rows in `linear`; `row_G`: see
+        there."""
+        grad_GO = grad if row_G is None else rows_of(grad, row_G)
         grad_GI = self._times(grouped_linear_transposed, grad_GO, self.weight_EOI)
         if self.a_ErI is not None and self.b_EOr is not None:
             grad_GI.add_(

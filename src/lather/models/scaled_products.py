@@ -1,8 +1,9 @@
 """The products of routed experts in FP8 with block scales (`lather.kernels.block_scaled`).
 
-Gate/up, down and the gradients of their inputs multiply operands that are rounded to e4m3 just
-before, rows once and weights once per step. All else stays as it is: results are in bf16, and the
-gradients of weights are products in bf16 with fp32 sums. That of gate/up reads its input as the
+Gate/up, down and the gradients of their inputs multiply operands that are rounded to e4m3: weights
+once per step, rows of tokens by a pass of their own, so that products look them up by number, and
+rows of experts by the kernels that compute them. All else stays as it is: results are in bf16, and
+the gradients of weights are products in bf16 with fp32 sums. That of gate/up reads its input as the
 product did, rounded to e4m3, on every mesh; so received rows are kept in FP8 alone.
 
 Letters: R rows, G rows grouped by expert, E experts, I input and O output size."""
@@ -18,7 +19,6 @@ from torch import Tensor
 from lather.kernels.block_scaled import (
     BlockScaled,
     grouped_product,
-    scaled_rows,
     scaled_weights,
     unscaled_rows,
 )
@@ -32,28 +32,21 @@ Rows = Tensor | BlockScaled
 
 @dataclass(frozen=True)
 class ScaledStack(AdaptedStack):
-    """A stack of experts' weights without an adapter, whose products are in FP8."""
+    """A stack of experts' weights without an adapter, whose products are in FP8, of rows in
+    FP8."""
 
-    def numbered_linear(self, x: Any, row_G: Int[Tensor, " g"]) -> Float[Tensor, "g o"]:
-        assert isinstance(x, BlockScaled)
-        return self._with_bias(self._product(x, row_G, torch.bfloat16))
+    def linear(self, x: Any, row_G: Int[Tensor, " g"] | None = None) -> Float[Tensor, "g o"]:
+        return self._with_bias(self._product(x, row_G))
 
-    def linear(self, x_GI: Float[Tensor, "g i"]) -> Float[Tensor, "g o"]:
-        return self._with_bias(self._product(scaled_rows(x_GI), None, x_GI.dtype))
+    def transposed(self, grad: Any, row_G: Int[Tensor, " g"] | None = None) -> Float[Tensor, "g i"]:
+        return self._product(grad, row_G, transposed=True)
 
-    def transposed(self, grad_GO: Float[Tensor, "g o"]) -> Float[Tensor, "g i"]:
-        return self._product(scaled_rows(grad_GO), None, grad_GO.dtype, transposed=True)
-
-    def _product(
-        self,
-        rows: BlockScaled,
-        row_G: Tensor | None,
-        dtype: torch.dtype,
-        *,
-        transposed: bool = False,
-    ) -> Tensor:
+    def _product(self, rows: Any, row_G: Tensor | None, *, transposed: bool = False) -> Tensor:
+        assert isinstance(rows, BlockScaled)
         weights = self.cache.converted(self.weight_EOI, scaled_weights)
-        return grouped_product(rows, row_G, weights, self.end_E, dtype, transposed=transposed)
+        return grouped_product(
+            rows, row_G, weights, self.end_E, torch.bfloat16, transposed=transposed
+        )
 
 
 def scaled_weight_gradient(

@@ -135,8 +135,9 @@ def kernel_traffic(function: Callable[..., Any], tensors: Mapping[str, Tensor]) 
         if is_again and name != "out_ptr":
             continue
         seen.add(place)
-        stores = re.search(rf"(store\w*|atomic\w*)\(\s*{name}\b", source) is not None
-        loads = re.search(rf"(load\w*)\(\s*{name}\b", source) is not None
+        called = rf"\(\s*(\w+_ptr,\s*)*{name}\b"
+        stores = re.search(rf"(store\w*|atomic\w*){called}", source) is not None
+        loads = re.search(rf"(load\w*){called}", source) is not None
         read += nbytes(x) if (loads or not stores) and not is_again else 0
         written += nbytes(x) if stores else 0
     return read, written

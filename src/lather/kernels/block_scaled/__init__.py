@@ -39,6 +39,7 @@ __all__ = [
     "BLOCK",
     "DTYPE",
     "BlockScaled",
+    "empty_rows",
     "grouped_product",
     "multiplies_in_fp8",
     "scaled_rows",
@@ -71,10 +72,16 @@ def multiplies_in_fp8(device: torch.device) -> bool:
 @torch.no_grad()
 def scaled_rows(x: Float[Tensor, "r n"]) -> BlockScaled:
     """Return rows in FP8, with blocks of 1 x 128."""
-    blocks = -(-x.shape[1] // BLOCK)
-    out = BlockScaled(x.new_empty(x.shape, dtype=DTYPE), _scales(x, len(x), blocks))
+    out = empty_rows(x, x.shape[1])
     run(reference.scale_rows, x, *out)
     return out
+
+
+def empty_rows(x: Tensor, num_columns: int) -> BlockScaled:
+    """Return memory for rows in FP8, as many as x has."""
+    num_blocks = -(-num_columns // BLOCK)
+    values = x.new_empty(len(x), num_columns, dtype=DTYPE)
+    return BlockScaled(values, _scales(x, len(x), num_blocks))
 
 
 @torch.no_grad()

@@ -23,23 +23,21 @@ ROWS = 32
 """Rows of a tile that is converted."""
 PRODUCT_ROWS = 128
 """Rows of a tile of a product; it has the columns of a block of scales."""
+_BLOCK, _LARGEST, _SMALLEST = map(tl.constexpr, (BLOCK, LARGEST, SMALLEST_SCALE))
 
 
 def scale_rows(x_RN: Tensor, values_RN: Tensor, scales_RB: Tensor) -> None:
     num_blocks = scales_RB.shape[1]
     grid = (triton.cdiv(len(x_RN), ROWS) * num_blocks,)
     sizes = (*x_RN.shape, num_blocks)
-    constants = {"LARGEST": LARGEST, "SMALLEST": SMALLEST_SCALE, "ROWS": ROWS, "BLOCK": BLOCK}
+    constants = {"ROWS": ROWS, "BLOCK": BLOCK}
     launch(_scale_rows, grid, x_RN.contiguous(), values_RN, scales_RB, *sizes, **constants)
 
 
 def scale_weights(weight_EOI: Tensor, values_EOI: Tensor, scales_EPQ: Tensor) -> None:
     sizes = (*weight_EOI.shape[1:], *scales_EPQ.shape[1:])
-    constants = {"LARGEST": LARGEST, "SMALLEST": SMALLEST_SCALE, "BLOCK": BLOCK, "num_warps": 8}
-    grid = (scales_EPQ.numel(),)
-    launch(
-        _scale_weights, grid, weight_EOI.contiguous(), values_EOI, scales_EPQ, *sizes, **constants
-    )
+    tensors = weight_EOI.contiguous(), values_EOI, scales_EPQ
+    launch(_scale_weights, (scales_EPQ.numel(),), *tensors, *sizes, BLOCK=BLOCK, num_warps=8)
 
 
 def unscale_rows(
@@ -87,11 +85,28 @@ def grouped_product(
 
 
 @triton.jit
-def _scale(largest_bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+def store_scaled(values_ptr, scales_ptr, x, row, num_rows, first, end, num_columns):
+    """Store a tile of rows in FP8, with the columns from `first`, where a block begins, to `end`,
+    where a row or a block ends; rows have `num_columns` columns."""
+    row, column = row.to(tl.int64)[:, None], first + tl.arange(0, x.shape[1])[None, :]
+    exists = (row < num_rows) & (column < end)
+    shape: tl.constexpr = (x.shape[0], x.shape[1] // _BLOCK, _BLOCK)
+    x = tl.reshape(tl.where(exists, x.to(tl.float32), 0.0), shape)
+    scale = _scale(tl.max(_magnitude(x), axis=2))
+    values = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], shape))
+    values = tl.reshape(values, (shape[0], shape[1] * _BLOCK)).to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + row * num_columns + column, values, mask=exists)
+    block = tl.arange(0, shape[1])[None, :]
+    at = row * tl.cdiv(num_columns, _BLOCK) + first // _BLOCK + block
+    tl.store(scales_ptr + at, scale, mask=(row < num_rows) & (first + block * _BLOCK < end))
+
+
+@triton.jit
+def _scale(largest_bits):
     """Return the scale of blocks by the bits of their largest |x|; NaN stays NaN."""
     largest = largest_bits.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
-    return tl.where(scale < SMALLEST, SMALLEST, scale)
+    scale = tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32))
+    return tl.where(scale < _SMALLEST, _SMALLEST, scale)
 
 
 @triton.jit
@@ -108,21 +123,15 @@ def _scale_rows(
     num_rows,
     num_columns,
     num_blocks,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block = tl.program_id(0) % num_blocks
+    first = tl.program_id(0) % num_blocks * BLOCK
     row = (tl.program_id(0) // num_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    at, exists = row[:, None] * num_columns + column, (row[:, None] < num_rows)
-    exists = exists & (column < num_columns)
-    x = tl.load(x_ptr + at, mask=exists, other=0.0).to(tl.float32)
-    scale = _scale(tl.max(_magnitude(x), axis=1), LARGEST, SMALLEST)
-    values = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    tl.store(values_ptr + at, values.to(values_ptr.dtype.element_ty), mask=exists)
-    tl.store(scales_ptr + row * num_blocks + block, scale, mask=row < num_rows)
+    column = first + tl.arange(0, BLOCK)[None, :]
+    exists = (row[:, None] < num_rows) & (column < num_columns)
+    x = tl.load(x_ptr + row[:, None] * num_columns + column, mask=exists)
+    store_scaled(values_ptr, scales_ptr, x, row, num_rows, first, num_columns, num_columns)
 
 
 @triton.jit
@@ -134,8 +143,6 @@ def _scale_weights(
     size_i,
     down,
     across,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     expert, block = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
@@ -144,7 +151,7 @@ def _scale_weights(
     at, exists = expert.to(tl.int64) * size_o * size_i + o * size_i + i, (o < size_o) & (i < size_i)
     weight = tl.load(weight_ptr + at, mask=exists, other=0.0).to(tl.bfloat16).to(tl.float32)
     largest = tl.max(tl.max(_magnitude(weight), axis=1), axis=0)
-    scale = _scale(tl.full((1, 1), 0, tl.int32) + largest, LARGEST, SMALLEST)
+    scale = _scale(tl.full((1, 1), 0, tl.int32) + largest)
     values = tl.div_rn(weight, tl.broadcast_to(scale, weight.shape))
     tl.store(values_ptr + at, values.to(values_ptr.dtype.element_ty), mask=exists)
     tl.store(scales_ptr + tl.program_id(0) + tl.zeros((1, 1), tl.int32), scale)

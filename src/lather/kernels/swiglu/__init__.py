@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lather.kernels.backend import run, wide_dtype
+from lather.kernels.block_scaled import BlockScaled, empty_rows
 from lather.kernels.swiglu import reference
 from lather.kernels.swiglu.reference import Gate as Gate
 from lather.shapes import Float
@@ -49,24 +50,36 @@ def gate_forward(gate_up: Float[Tensor, "*rows f2"], gate: Gate) -> Float[Tensor
 
 
 @torch.no_grad()
+def scaled_gate_forward(gate_up: Float[Tensor, "g f2"], gate: Gate) -> BlockScaled:
+    """Return h for `gate_up`, rounded to its dtype and then to FP8, without autograd."""
+    validate(gate_up)
+    h = empty_rows(gate_up, gate_up.shape[1] // 2)
+    run(reference.scaled_gate_forward, gate_up, gate, *h)
+    return h
+
+
+@torch.no_grad()
 def gate_backward(
     grad_h: Float[Tensor, "*rows f"],
     gate_up: Float[Tensor, "*rows f2"],
     gate: Gate,
     scale: Float[Tensor, " g"] | None = None,
+    in_fp8: BlockScaled | None = None,
 ) -> tuple[Float[Tensor, "*rows f2"], Float[Tensor, "*rows f"], Float[Tensor, " g"] | None]:
     """Return the gradient of `gate_up`, h, and None, in the dtype of `gate_up`; `grad_h` is the
     gradient of h.
 
     With `scale`, a weight w_g for each row of a 2-D `gate_up`, `grad_h` is the gradient of w_g * h
     instead. Then return the gradient of `gate_up`, w_g * h, and the gradient of w_g: the sum over F
-    of grad_h * h, in fp32 (fp64 for fp64 inputs). Raises ValueError for shapes that do not match,
+    of grad_h * h, in fp32 (fp64 for fp64 inputs). `in_fp8`: memory to which the returned gradient
+    of a 2-D `gate_up` is written in FP8, too. Raises ValueError for shapes that do not match,
     TypeError for a dtype that is not floating point.
     """
     validate(gate_up, grad_h, scale)
     h = gate_up.new_empty(grad_h.shape)
     dot = None if scale is None else gate_up.new_zeros(len(gate_up), dtype=wide_dtype(gate_up))
-    return run(reference.gate_gradient, grad_h, gate_up, gate, scale, h, dot), h, dot
+    gradient = run(reference.gate_gradient, grad_h, gate_up, gate, scale, h, dot, in_fp8)
+    return gradient, h, dot
 
 
 @torch.no_grad()

@@ -19,6 +19,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lather.kernels.backend import blocks, wide_dtype
+from lather.kernels.block_scaled import BlockScaled
+from lather.kernels.block_scaled.reference import scale_rows
 
 BLOCK = 2**16
 """Elements of h in a block of rows."""
@@ -49,6 +51,12 @@ def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
     return (activated * (u + gate.offset if gate.offset else u)).to(gate_up.dtype)
 
 
+def scaled_gate_forward(
+    gate_up_RH: Tensor, gate: Gate, values_RF: Tensor, scales_RB: Tensor
+) -> None:
+    scale_rows(gate_forward(gate_up_RH, gate), values_RF, scales_RB)
+
+
 def gate_gradient(
     grad_h: Tensor,
     gate_up: Tensor,
@@ -56,9 +64,10 @@ def gate_gradient(
     scale: Tensor | None = None,
     h: Tensor | None = None,
     dot: Tensor | None = None,
+    in_fp8: BlockScaled | None = None,
 ) -> Tensor:
-    """Return the gradient of `gate_up`; write h to `h`, and with `scale` the gradients of the
-    weights to `dot`, unless they are None."""
+    """Return the gradient of `gate_up`; write it to `in_fp8`, h to `h`, and with `scale` the
+    gradients of the weights to `dot`, unless they are None."""
     grad_gate_up = gate_up.new_empty(gate_up.shape)
     grad_RF, gate_up_R2F, h_RF = _rows(grad_h), _rows(gate_up), None if h is None else _rows(h)
     out_g, out_u = _halves(_rows(grad_gate_up), gate)
@@ -74,6 +83,8 @@ def gate_gradient(
             torch.mul(activated, u, out=h_RF[block])
         torch.mul(d_gate, grad, out=out_g[block])
         torch.mul(d_up, grad, out=out_u[block])
+    if in_fp8 is not None:
+        scale_rows(grad_gate_up, *in_fp8)
     return grad_gate_up
 
 

@@ -4,7 +4,8 @@ dot product of a row needs no second pass.
 
 Letters: R rows, F intermediate size; a tile is ROWS x BLOCK. Interleaved gate and up are read as
 a run of 2 * BLOCK columns and split in registers, so that both layouts load and store whole cache
-lines. Values are clamped by comparisons, not by `min`, because NaN must stay NaN.
+lines. Values are clamped by comparisons, not by `min`, because NaN must stay NaN. A program that
+writes FP8 has all columns of each block of a scale, so that nothing is read again.
 """
 
 # ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
@@ -18,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lather.kernels.block_scaled import BLOCK, BlockScaled
+from lather.kernels.block_scaled.triton import scale_rows, store_scaled
 from lather.kernels.launch import launch, tile, wide
 from lather.kernels.swiglu.reference import Gate
 
@@ -26,19 +29,28 @@ TILE = 1024
 
 
 def gate_forward(gate_up: Tensor, gate: Gate) -> Tensor:
-    gate_up = gate_up.contiguous()
     h = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-    num_rows, options = h.shape[:-1].numel(), _options(gate_up, gate)
-    launch(
-        _forward_kernel,
-        (triton.cdiv(num_rows, options["ROWS"]),),
-        gate_up,
-        h,
-        num_rows,
-        h.shape[-1],
-        **options,
-    )
+    _forward(gate_up.contiguous(), gate, h, None, None)
     return h
+
+
+def scaled_gate_forward(
+    gate_up_RH: Tensor, gate: Gate, values_RF: Tensor, scales_RB: Tensor
+) -> None:
+    _forward(gate_up_RH.contiguous(), gate, None, values_RF, scales_RB)
+
+
+def _forward(
+    gate_up: Tensor,
+    gate: Gate,
+    h: Tensor | None,
+    values: Tensor | None,
+    scales: Tensor | None,
+) -> None:
+    num_rows, num_columns = gate_up.shape[:-1].numel(), gate_up.shape[-1] // 2
+    options = _options(gate_up, gate, in_fp8=values is not None)
+    grid = (triton.cdiv(num_rows, options["ROWS"]),)
+    launch(_forward_kernel, grid, gate_up, h, values, scales, num_rows, num_columns, **options)
 
 
 def gate_gradient(
@@ -48,15 +60,19 @@ def gate_gradient(
     scale: Tensor | None = None,
     h: Tensor | None = None,
     dot: Tensor | None = None,
+    in_fp8: BlockScaled | None = None,
 ) -> Tensor:
     """Do the same as in `reference.py`."""
     grad_h, gate_up = grad_h.contiguous(), gate_up.contiguous()
     grad_gate_up = torch.empty_like(gate_up)
-    num_rows, options = grad_h.shape[:-1].numel(), _options(gate_up, gate)
+    # the kernel has both halves of a block only where gate and up lie side by side
+    fused = gate.interleaved or grad_h.shape[-1] % BLOCK == 0
+    values, scales = (None, None) if in_fp8 is None or not fused else in_fp8
+    num_rows, options = grad_h.shape[:-1].numel(), _options(gate_up, gate, values is not None)
     options |= {"SCALED": scale is not None, "STORE_H": h is not None}
     # unused pointers must still be valid
     scale, h, dot = (gate_up if x is None else x.contiguous() for x in (scale, h, dot))
-    tensors = (grad_h, gate_up, scale, grad_gate_up, h, dot)
+    tensors = (grad_h, gate_up, scale, grad_gate_up, h, dot, values, scales)
     launch(
         _backward_kernel,
         (triton.cdiv(num_rows, options["ROWS"]),),
@@ -65,10 +81,12 @@ def gate_gradient(
         grad_h.shape[-1],
         **options,
     )
+    if in_fp8 is not None and not fused:
+        scale_rows(grad_gate_up, *in_fp8)
     return grad_gate_up
 
 
-def _options(gate_up: Tensor, gate: Gate) -> dict[str, Any]:
+def _options(gate_up: Tensor, gate: Gate, in_fp8: bool) -> dict[str, Any]:
     limit = float("inf") if gate.limit is None else gate.limit
     options = {
         "ALPHA": gate.alpha,
@@ -77,7 +95,8 @@ def _options(gate_up: Tensor, gate: Gate) -> dict[str, Any]:
         "INTERLEAVED": gate.interleaved,
         "WIDE": wide(gate_up),
     }
-    return options | tile(gate_up.shape[-1] // 2, TILE)
+    num_columns = gate_up.shape[-1] // 2
+    return options | tile(max(num_columns, BLOCK) if in_fp8 else num_columns, TILE)
 
 
 @triton.jit
@@ -145,6 +164,8 @@ def _clamp(g, u, LIMIT: tl.constexpr):
 def _forward_kernel(
     gate_up_ptr,
     h_ptr,
+    values_ptr,
+    scales_ptr,
     num_rows,
     num_columns,
     ALPHA: tl.constexpr,
@@ -161,12 +182,13 @@ def _forward_kernel(
             gate_up_ptr, row, num_rows, start, num_columns, INTERLEAVED, ROWS, BLOCK
         )
         g, u = _clamp(raw_g.to(WIDE), raw_u.to(WIDE), LIMIT)
-        h = g * tl.sigmoid(ALPHA * g) * (u + OFFSET)
-        column = start + tl.arange(0, BLOCK)[None, :]
-        inside = (row[:, None] < num_rows) & (column < num_columns)
-        tl.store(
-            h_ptr + row[:, None] * num_columns + column, h.to(h_ptr.dtype.element_ty), mask=inside
-        )
+        h = (g * tl.sigmoid(ALPHA * g) * (u + OFFSET)).to(gate_up_ptr.dtype.element_ty)
+        if h_ptr is not None:
+            column = start + tl.arange(0, BLOCK)[None, :]
+            inside = (row[:, None] < num_rows) & (column < num_columns)
+            tl.store(h_ptr + row[:, None] * num_columns + column, h, mask=inside)
+        if values_ptr is not None:
+            store_scaled(values_ptr, scales_ptr, h, row, num_rows, start, num_columns, num_columns)
 
 
 @triton.jit
@@ -177,6 +199,8 @@ def _backward_kernel(
     grad_gate_up_ptr,
     h_ptr,
     dot_ptr,
+    values_ptr,
+    scales_ptr,
     num_rows,
     num_columns,
     SCALED: tl.constexpr,
@@ -226,6 +250,20 @@ def _backward_kernel(
             ROWS,
             BLOCK,
         )
+        if values_ptr is not None:
+            d_gate = d_gate.to(grad_gate_up_ptr.dtype.element_ty)
+            d_up = d_up.to(grad_gate_up_ptr.dtype.element_ty)
+            size = 2 * num_columns
+            if INTERLEAVED:
+                both = tl.reshape(tl.join(d_gate, d_up), (ROWS, 2 * BLOCK))
+                store_scaled(values_ptr, scales_ptr, both, row, num_rows, 2 * start, size, size)
+            else:
+                store_scaled(
+                    values_ptr, scales_ptr, d_gate, row, num_rows, start, num_columns, size
+                )
+                store_scaled(
+                    values_ptr, scales_ptr, d_up, row, num_rows, num_columns + start, size, size
+                )
         if STORE_H:
             tl.store(
                 h_ptr + row[:, None] * num_columns + column,
