@@ -7,13 +7,12 @@ whose every parameter is cut along dim 0 (FSDP2). What travels between ranks is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks.launches.counter import Counter
@@ -23,30 +22,16 @@ from lather.config.optim import OptimConfig, optim_config
 from lather.data.batches import Batch
 from lather.engine.engine import build_engine
 from lather.engine.optimizer import ROUTERS, build_optimizer
-from lather.engine.settings import compute_in_fp8
 from lather.engine.step import TrainStep
 from lather.kernels.linear_cross_entropy import linear_cross_entropy
 from lather.models.families import FAMILIES, ModelConfig, build_model
 from lather.models.model_flops import flops_per_token
-from lather.models.moe import MoE
-from lather.models.saving.rounded_weights import (
-    RoundedWeights,
-    narrow_product_weights,
-    set_rounded_weights,
-)
-from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
-from lather.models.token_positions import SequenceLayout
 from lather.optim import parameters_by_kind
 from lather.optim.batched.layouts import layout_of
 from lather.optim.rules.kl_soap import KLSOAPRule
 from lather.optim.sharded.owners import share_out
 from lather.optim.sharded.placement import Spread, boxes_of
-from lather.parallel.context_ranks import ContextRanks
 from lather.parallel.mesh import Mesh
-from lather.pipeline.chunk import ChunkTape, MicroBatch
-from lather.pipeline.model_part import ModelPart, PartLayers, Stage, empty_part
-from lather.pipeline.segments import Segments
-from lather.torch_private import start_fake_process_group
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2-Lite": (
@@ -93,12 +78,7 @@ PLAIN_STEPS = ("first", "a step")
 """Names of the steps of rules without bases."""
 STEPS_AFTER_ADAM = {1: "before the bases", 2: "first bases", 3: "refresh"}
 """The steps of KL-SOAP that are counted, and their names."""
-BLOCK_PASSES = ("forward and backward", "the same of a later micro-batch")
-"""Passes of a block in a step; the gradients of the later one are added to those of the one before,
-and it finds the weights rounded already."""
 TOKENS = 8192
-SEQUENCES = 2
-"""Sequences of a block's tokens, if no context ranks divide one."""
 STEP_LAYERS = 3
 
 
@@ -213,91 +193,6 @@ def rows_of_expert(tokens: int, model: ModelConfig) -> int:
     return tokens * model.num_experts_per_tok // max(model.num_routed_experts, 1)
 
 
-def block_case(
-    model: str,
-    tokens: int = TOKENS,
-    precision: str = "bf16",
-    context_ranks: int = 1,
-    weight_dtype: str = "float32",
-    fp8: bool = False,
-) -> LaunchCase:
-    """Make the case of an MoE block, forward and backward, as the engine runs it in one process, or
-    on one of the ranks that each have so many tokens of a sequence. Weights in bfloat16 are those
-    of `train.weight_dtype`, and those that data ranks gather from each other; `fp8` is
-    `train.fp8 = "block"`."""
-    config = model_config(model, num_hidden_layers=2)
-    sequences = 1 if context_ranks > 1 else SEQUENCES
-    length = tokens * context_ranks // sequences
-
-    def rows(counter: Counter) -> Iterator[str]:
-        counter.rows_of_expert = rows_of_expert(tokens, config)
-        part = _part(config, counter.device, weight_dtype=weight_dtype, fp8=fp8)
-        block = moe_block(map(part.block, range(len(part.layers))))
-        queue = WeightGradients()
-        defer_weight_gradients(part, queue)
-        kept = RoundedWeights()
-        set_rounded_weights(part, kept)
-        segments = Segments(
-            weight_gradients=queue,
-            autocast=torch.bfloat16 if precision == "bf16" else None,
-            rounded_weights=kept,
-        )
-        stage = Stage(0, (block,))
-        context = ContextRanks(0, context_ranks) if context_ranks > 1 else None
-        layout = SequenceLayout(sequences, length, counter.device, context=context)
-        shape = (sequences, tokens // sequences)
-        tokens_BS = torch.zeros(shape, dtype=torch.long, device=counter.device)
-        batch = MicroBatch(tokens_BS, tokens_BS, layout)
-        with _ranks(context_ranks, counter.device):
-            # the first step makes masks and rotary tables
-            for names in (("",), BLOCK_PASSES):
-                for p in block.parameters():
-                    p.grad = None
-                with kept.caching():  # as a step does: its micro-batches share rounded weights
-                    for name in names:
-                        x_BSD, tape = (
-                            torch.empty(*shape, part.hidden_size, device=counter.device),
-                            ChunkTape(batch),
-                        )
-                        counter.restart()
-                        y_BSD = _finish(segments.forward(stage, x_BSD, tape, []))
-                        _finish(segments.backward(tape, torch.empty_like(y_BSD)))
-                        if name:
-                            yield name
-
-    name = f"an MoE block of {model}"
-    described: dict[str, Any] = {"part": "block", "model": model}
-    for differs, text, values in (
-        (context_ranks > 1, f"a context rank of {context_ranks}", {"context_ranks": context_ranks}),
-        (weight_dtype != "float32", "weights in bf16", {"weight_dtype": weight_dtype}),
-        (fp8, "experts in FP8", {"fp8": "block"}),
-    ):
-        if differs:
-            name, described = f"{name}, {text}", described | values
-    described |= {"tokens": tokens, "sequences": sequences, "precision": precision}
-    whole = build_model(config, None, torch.device("meta"))
-    useful = tokens * flops_per_token(moe_block(whole.layers), config, length, 1)
-    return LaunchCase(name, described, rows, useful)
-
-
-def moe_block(blocks: Iterable[nn.Module]) -> Any:
-    """Return the first block with experts."""
-    return next(block for block in blocks if isinstance(getattr(block, "mlp", None), MoE))
-
-
-@contextmanager
-def _ranks(number: int, device: torch.device) -> Iterator[None]:
-    """Pretend that there are so many ranks, of which this one is the first."""
-    if number == 1:
-        yield
-        return
-    start_fake_process_group(0, number, device)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def loss_case(
     tokens: int = TOKENS, hidden: int = 2048, vocabulary: int = 102400, precision: str = "bf16"
 ) -> LaunchCase:
@@ -396,24 +291,3 @@ def training_steps(counter: Counter, config: Config, *, packed: bool = False) ->
         counter.restart()
         step(batch, 1e-3)
         yield name
-
-
-def _part(
-    config: ModelConfig, device: torch.device, weight_dtype: str = "float32", *, fp8: bool = False
-) -> ModelPart:
-    whole = build_model(config, None, torch.device("meta"))
-    part = empty_part(whole, PartLayers((range(len(whole.layers)),)), device)
-    if weight_dtype == "bfloat16":
-        narrow_product_weights(part, torch.bfloat16)
-    if fp8:
-        compute_in_fp8(part, device, keeps_rows=False)
-    return part
-
-
-def _finish(steps: Any) -> Any:
-    """Run a generator, which stops wherever something travels, to its end; returns its result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value

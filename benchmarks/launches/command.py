@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.gpu.block import CONTESTANTS
 from benchmarks.gpu.refresh import HIDDEN_AND_MLP
+from benchmarks.launches.block_cases import block_case
 from benchmarks.launches.cases import (
     PUBLISHED,
     LaunchCase,
-    block_case,
     loss_case,
     optimizer_case,
     step_case,
@@ -32,8 +32,9 @@ from lather.console import FittedTable, command_console, titled_table
 from lather.errors import require
 from lather.time_model.rates import H100
 
-CONTEXT_RANKS = 8
-"""Number of ranks among which the sequence of a block is divided, if it is divided."""
+RANKS = 8
+"""Number of ranks among which the sequence of a block is divided, or its experts, if they are
+divided."""
 GIB = 2**30
 SHOWN_KINDS = 5
 """Kinds of kernels that the table names, those that take longest."""
@@ -88,7 +89,8 @@ def cases(options: LaunchesBenchmark) -> Iterator[LaunchCase]:
         yield block_case(model)
         yield block_case(model, weight_dtype="bfloat16")
         yield block_case(model, fp8=True)
-        yield block_case(model, context_ranks=CONTEXT_RANKS)
+        yield block_case(model, context_ranks=RANKS)
+        yield block_case(model, expert_ranks=RANKS)
     if "loss" in options.parts:
         yield loss_case()
     for model in options.models[:1] if "step" in options.parts else ():

@@ -89,6 +89,9 @@ class Counter(StandInMode):
 
     rows_of_expert = 1
     """Number of rows that each expert has."""
+    rows_and_pairs = (1, 1)
+    """Number of rows that each expert rank receives from each, and of pairs of these and its
+    experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,6 +151,8 @@ class Counter(StandInMode):
         ]
 
     def values_of(self, x: Tensor, what: Read) -> Tensor:
+        if what is Read.SIZES:
+            return torch.tensor(self.rows_and_pairs).expand(x.shape).contiguous()
         values = super().values_of(x, what)
         return values * self.rows_of_expert if what is Read.ENDS else values
 

@@ -99,3 +99,25 @@ def test_context_ranks_launch_their_exchanges_and_wait_for_nothing(
     assert shared["unknown"] == {}
     assert shared["predicted_ms"]["attention backward, no mask"] > 10
     assert "flex attention" not in shared["predicted_ms"]
+
+
+@pytest.mark.parametrize("model", ["DeepSeek-V2-Lite", "Qwen3-30B-A3B"])
+def test_expert_ranks_launch_seventeen_kernels_and_the_host_waits_for_sizes_alone(
+    rows: dict[str, Any], model: str
+) -> None:
+    """Seven all-to-alls: of sizes, of the routing there and its gradients back, of rows twice there
+    and twice back. A copy of the sizes to the host. Two kernels for the plan, one each to pack and
+    unpack the routing and to give its gradients back to slots; two that gather rows and two that
+    add them up."""
+    for name in ("forward and backward", "the same of a later micro-batch"):
+        alone = rows[f"an MoE block of {model}: {name}"]["total"]
+        shared = rows[f"an MoE block of {model}, an expert rank of 8: {name}"]
+        total = shared["total"]
+        assert total["launches"] - alone["launches"] == 7 + 1 + 5 + 4
+        assert total["unknown"] == {}
+        assert [wait["what"] for wait in shared["waits"]] == ["event.synchronize()"]
+        assert total["host_waits"] == 1
+        assert 3 < total["predicted_ms"]["exchanges"] < 6
+        assert total["predicted_ms"]["experts' weight gradients"] == pytest.approx(
+            alone["predicted_ms"]["experts' weight gradients"], rel=0.6
+        )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lather.kernels import combine, gather, route, swiglu
+from lather.kernels import combine, exchange_plan, gather, route, swiglu
 from lather.kernels.backend import use_triton
 from lather.kernels.grouped_weight_gradient import outer_product_sums, reference
 from lather.kernels.residual_sum import residual_sum
@@ -141,6 +141,33 @@ def test_routes(case: tuple[int, int, int, int]) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize(
+    ("tokens", "slots", "ranks", "local"),
+    [(63, 3, 5, 3), (0, 2, 4, 2), (1, 1, 1, 1), (8192, 6, 8, 8), (5000, 8, 64, 2), (129, 16, 2, 9)],
+)
+def test_exchange_plans(
+    tokens: int, slots: int, ranks: int, local: int, dtype: torch.dtype
+) -> None:
+    """Indices and routing that travels have the same bits; every tenth token is padding."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, ranks * local, generator=generator).argsort(-1)[:, :slots]
+    ids = ids.masked_fill(torch.rand(tokens, 1, generator=generator) < 0.1, -1)
+    weights = torch.randn(tokens, slots, generator=generator).to(dtype)
+    results = []
+    for experts_TK, weights_TK in (to_cuda(ids, weights), (ids, weights)):
+        sizes, row_TK, token_U = exchange_plan.plan_rows(experts_TK, local, ranks, padded=True)
+        token_S = token_U[: int(sizes[0, :, 0].sum())]
+        packed = exchange_plan.pack_routing(experts_TK, weights_TK, token_S, row_TK, local)
+        experts_SK, weights_SK = exchange_plan.unpack_routing(packed, dtype)
+        grad_TK = exchange_plan.slots_from_sent(weights_SK, row_TK)
+        results.append([sizes[0], row_TK, token_S, packed, experts_SK, weights_SK, grad_TK])
+    assert use_triton(*results[0])
+    for actual, expected in zip(*results, strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual.cpu(), expected)
+
+
+@DTYPES
 @pytest.mark.parametrize("shape", GATHERS, ids=str)
 def test_gathers(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, columns, picked = shape
@@ -218,6 +245,8 @@ def test_public_operations_agree_with_the_cpu_and_do_not_wait() -> None:
 
 BAD_CALLS = {
     "expert_id": "route.plan_route(torch.tensor([[0], [4]]).cuda(), 4)",
+    "expert_of_exchange": "exchange_plan.plan_rows(torch.tensor([[0], [4]]).cuda(), 2, 2, "
+    "padded=False)",
     "index": "gather.padded_index_gather(torch.ones(4, 2).cuda(), torch.tensor([4]).cuda())",
 }
 
@@ -227,7 +256,7 @@ def test_wrong_indices_are_asserted_on_the_device(name: str) -> None:
     """A process of its own makes the mistake, because a device assertion ends the use of the
     device."""
     code = (
-        "import torch\nfrom lather.kernels import gather, route\n"
+        "import torch\nfrom lather.kernels import exchange_plan, gather, route\n"
         f"{BAD_CALLS[name]}\ntorch.cuda.synchronize()"
     )
     result = subprocess.run(
