@@ -20,6 +20,7 @@ from benchmarks.gpu import predicted as of_gpu
 from benchmarks.gpu.predicted import optimizer_ms, predicted
 from benchmarks.launches import markdown
 from lather.time_model import kinds
+from lather.time_model.operations import kernel_traffic
 from lather.time_model.rates import H100, H200, TABLES, UNKNOWN
 
 REPOSITORY = Path(__file__).parents[2]
@@ -149,6 +150,13 @@ def test_a_triton_kernel_with_products_that_nobody_counts_is_unknown(
     function.__name__ = "_other"
     assert kinds.kind_of_triton(function, {}) == "rows moved"
     assert kinds.flops_of_triton(function, {}) == 0
+
+
+def test_what_a_function_stores_in_several_places_is_written() -> None:
+    triton = pytest.importorskip("lather.kernels.swiglu.triton")
+    sizes = {"gate_up_ptr": 7, "values_ptr": 5, "scales_ptr": 3}
+    tensors = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+    assert kernel_traffic(triton._forward_kernel.fn, tensors) == (7, 5 + 3)
 
 
 @pytest.mark.parametrize(
