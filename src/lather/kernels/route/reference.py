@@ -28,6 +28,7 @@ def rows_for(
 def plan_route(
     experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None
 ) -> tuple[Tensor, ...]:
+    check_range(experts_TK, -1, num_experts, "experts_TK")
     t, k = experts_TK.shape
     g, device = rows_for(experts_TK, num_experts, alignment, num_pairs), experts_TK.device
     # pairs without row form an additional last run

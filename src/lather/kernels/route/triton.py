@@ -1,13 +1,13 @@
-"""Routing indices on CUDA: a stable counting sort in four kernels, without atomics; the host does
-not wait for the device.
+"""Routing indices on CUDA: a stable counting sort in three kernels, without atomics; the host
+does not wait for the device.
 
-1. histogram   each block of BLOCK_N pairs counts its pairs per expert: count_EP (P blocks)
+1. histogram   each block of BLOCK_N pairs counts its pairs per expert: count_EP (P blocks); it
+               asserts that they are in range, and writes "no token" to its share of the rows
 2. scan        one program per expert turns its P counts into "pairs of this expert in earlier
-   blocks", and their sum into count_E
-3. ends        one program rounds the counts up to the alignment and computes their cumulative sums:
-   start_E, end_E
-4. scatter     each block computes start + earlier blocks + rank within the block for its pairs, and
-   writes the two permutations
+               blocks", and their sum into count_E
+3. scatter     each block computes start + earlier blocks + rank within the block for its pairs, and
+               writes the two permutations. Starts are cumulative sums of the counts, rounded up to
+               the alignment, which every block computes; the first writes the ends
 
 The rank of a pair within its block is the number of earlier pairs with the same expert: BLOCK_N^2
 comparisons, which are less work than a sort at this size and keep (token, slot) order. Values move
@@ -38,47 +38,44 @@ def plan_route(
     experts_TK: Tensor, num_experts: int, alignment: int, num_pairs: int | None = None
 ) -> tuple[Tensor, ...]:
     experts_TK = experts_TK.contiguous()
-    token_G = experts_TK.new_full((rows_for(experts_TK, num_experts, alignment, num_pairs),), -1)
+    token_G = experts_TK.new_empty(rows_for(experts_TK, num_experts, alignment, num_pairs))
     num_pairs, num_slots = experts_TK.numel(), experts_TK.shape[1]
-    num_blocks = triton.cdiv(num_pairs, BLOCK_N)
+    num_blocks = triton.cdiv(max(num_pairs, 1), BLOCK_N)  # a block without pairs writes padding
     row_TK = torch.empty_like(experts_TK)
     count_E = experts_TK.new_empty(num_experts)
-    start_E, end_E = (torch.empty_like(count_E, dtype=torch.int32) for _ in range(2))
-    count_EP = experts_TK.new_empty((num_experts, num_blocks), dtype=torch.int32)
+    end_E = torch.empty_like(count_E, dtype=torch.int32)
+    count_EP = end_E.new_empty((num_experts, num_blocks))
     launch(
         _histogram_kernel,
         (num_blocks, triton.cdiv(num_experts, BLOCK_E)),
         experts_TK,
         count_EP,
+        token_G,
         num_pairs,
         num_experts,
         num_blocks,
+        len(token_G),
         BLOCK_N=BLOCK_N,
         BLOCK_E=BLOCK_E,
+        sanitize_overflow=False,  # counts of pairs need no assertions
     )
     launch(_scan_kernel, (num_experts,), count_EP, count_E, num_blocks, BLOCK_P=BLOCK_P)
-    launch(
-        _ends_kernel,
-        (1,),
-        count_E,
-        start_E,
-        end_E,
-        num_experts,
-        alignment,
-        BLOCK=triton.next_power_of_2(num_experts),
-    )
     launch(
         _scatter_kernel,
         (num_blocks,),
         experts_TK,
         count_EP,
-        start_E,
+        count_E,
+        end_E,
         token_G,
         row_TK,
         num_pairs,
         num_blocks,
+        num_experts,
+        alignment,
         K=num_slots,
         BLOCK_N=BLOCK_N,
+        BLOCK_E=BLOCK_E,
     )
     return token_G, row_TK, count_E, end_E
 
@@ -133,24 +130,33 @@ def _slots_kernel(row_value_ptr, slot_value_ptr, row_ptr, num_pairs, BLOCK: tl.c
     tl.store(slot_value_ptr + pair, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(debug=True)  # without debug the assertion is compiled away
 def _histogram_kernel(
     expert_ptr,
     count_ptr,
+    token_ptr,
     num_pairs,
     num_experts,
     num_blocks,
+    num_rows,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     block = tl.program_id(0)
     pair = block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     id_N = tl.load(expert_ptr + pair, mask=pair < num_pairs, other=-1)
+    in_range = (id_N >= -1) & (id_N < num_experts)
+    tl.device_assert(in_range, "an entry of experts_TK is out of range")
     expert_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     count_E = tl.sum((id_N[None, :] == expert_E[:, None]).to(tl.int32), axis=1)
     tl.store(
         count_ptr + expert_E.to(tl.int64) * num_blocks + block, count_E, mask=expert_E < num_experts
     )
+    if tl.program_id(1) == 0:
+        for start in range(block * BLOCK_N, num_rows, num_blocks * BLOCK_N):
+            row = start + tl.arange(0, BLOCK_N)
+            no_token = tl.full((BLOCK_N,), -1, tl.int64)
+            tl.store(token_ptr + row, no_token, mask=row < num_rows)
 
 
 @triton.jit
@@ -170,36 +176,42 @@ def _scan_kernel(count_ptr, total_ptr, num_blocks, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def _ends_kernel(count_ptr, start_ptr, end_ptr, num_experts, alignment, BLOCK: tl.constexpr):
-    expert = tl.arange(0, BLOCK)
-    count = tl.load(count_ptr + expert, mask=expert < num_experts, other=0).to(tl.int32)
-    padded = (count + alignment - 1) // alignment * alignment
-    end = tl.cumsum(padded, 0)
-    tl.store(start_ptr + expert, end - padded, mask=expert < num_experts)
-    tl.store(end_ptr + expert, end, mask=expert < num_experts)
-
-
-@triton.jit
 def _scatter_kernel(
     expert_ptr,
     before_ptr,
-    start_ptr,
+    count_ptr,
+    end_ptr,
     token_ptr,
     row_ptr,
     num_pairs,
     num_blocks,
+    num_experts,
+    alignment,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK_N)
     pair = block.to(tl.int64) * BLOCK_N + lane
     expert = tl.load(expert_ptr + pair, mask=pair < num_pairs, other=-1)
-    has_row = expert >= 0
-    same_and_earlier = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
+    id_N, has_row = expert.to(tl.int32), expert >= 0
+    start = tl.zeros((BLOCK_N,), dtype=tl.int32)
+    num_rows = tl.zeros((), dtype=tl.int32)
+    for first in range(0, num_experts, BLOCK_E):
+        expert_E = first + tl.arange(0, BLOCK_E)
+        is_expert = expert_E < num_experts
+        count = tl.load(count_ptr + expert_E, mask=is_expert, other=0).to(tl.int32)
+        padded = (count + alignment - 1) // alignment * alignment
+        end = num_rows + tl.cumsum(padded, 0)
+        if block == 0:
+            tl.store(end_ptr + expert_E, end, mask=is_expert)
+        is_its = id_N[:, None] == expert_E[None, :]
+        start += tl.sum(tl.where(is_its, (end - padded)[None, :], 0), axis=1)
+        num_rows += tl.sum(padded, axis=0)
+    same_and_earlier = (id_N[:, None] == id_N[None, :]) & (lane[None, :] < lane[:, None])
     rank = tl.sum(same_and_earlier.to(tl.int32), axis=1)
     before = tl.load(before_ptr + expert * num_blocks + block, mask=has_row, other=0)
-    start = tl.load(start_ptr + expert, mask=has_row, other=0)
     row = (start + before + rank).to(tl.int64)
     tl.store(token_ptr + row, pair // K, mask=has_row)
     tl.store(row_ptr + pair, tl.where(has_row, row, -1), mask=pair < num_pairs)
