@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from lather.device import (
     positions,
     read,
 )
+from scripts import printed_by
 
 SOURCE = Path(__file__).parents[1] / "src" / "lather"
 ASKS = re.compile(r"\.is_cuda\b|\.type\s*[!=]=\s*\"cuda\"")
@@ -80,23 +79,13 @@ with StandInMode() as mode:
 
 def test_fresh_weights_of_a_stand_in_may_be_larger_than_the_host() -> None:
     """The weights of a stack of 128 TiB take no memory."""
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH_WEIGHTS],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+    printed_by(FRESH_WEIGHTS, timeout=200)
 
 
 def test_values_are_read_in_one_place() -> None:
     """The stand-in answers by the meaning of a read; a read beside `lather.device` raises, in every
     test that runs steps on it."""
-    done = subprocess.run(
-        [sys.executable, "-c", READS], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+    assert not printed_by(READS)
 
 
 def test_reads_on_a_cpu_give_the_values() -> None:

@@ -36,7 +36,7 @@ from torch import Tensor
 from benchmarks.live_bytes import PeakBytes
 from lather.device import Read
 from lather.standin.mode import StandInMode, places
-from lather.standin.operations import COPIES, TAKE_INDICES, VIEWS
+from lather.standin.operations import COPIES, TAKE_INDICES, VIEWS, RanOperation
 from lather.storages import following_resizes
 from lather.time_model import operations
 from lather.time_model.launches import (
@@ -198,28 +198,20 @@ class Counter(StandInMode):
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return self._memory.observe(func, args, kwargs)
 
-    def ran(
-        self,
-        func: Any,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        inputs: list[Tensor],
-        made: list[Tensor],
-        out: Any,
-    ) -> None:
+    def ran(self, operation: RanOperation) -> None:
+        name, made = operation.name, operation.made
         phase = self.phase
         phase.peak_bytes = max(phase.peak_bytes, self._memory.now)
         if name not in COPIES:
-            self._check_devices(name, inputs)
-        launch = launch_of(func, name, args, kwargs, inputs, made, out)
+            self._check_devices(name, operation.inputs)
+        launch = launch_of(*operation)
         if launch is not None:
             self.add(launch)
             if launch.flops and made and made[0].dtype == torch.float64:
                 self.note(f"{name} in fp64")
             if why := operations.WAIT_INSIDE.get(name):
                 self.wait(why)
-        elif func.is_view or name in VIEWS:
+        elif operation.func.is_view or name in VIEWS:
             phase.views += 1
 
     def _check_devices(self, name: str, inputs: list[Tensor]) -> None:

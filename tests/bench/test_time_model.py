@@ -4,9 +4,6 @@ every kernel, a source for every rate, and predictions beside measured rows."""
 import ast
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +19,7 @@ from benchmarks.launches import markdown
 from lather.time_model import kinds
 from lather.time_model.operations import kernel_traffic
 from lather.time_model.rates import H100, H200, TABLES, UNKNOWN
+from scripts import printed_by
 
 REPOSITORY = Path(__file__).parents[2]
 MEASURED = [
@@ -56,16 +54,7 @@ def test_a_launch_takes_the_longest_of_three_times() -> None:
 def test_times_are_added_launch_by_launch() -> None:
     """The sum of the longest times, not the longest of the sums: a launch that waits for memory
     hides no arithmetic of another. Of flex attention half is computed."""
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_LAUNCHES],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    seconds, unknown = json.loads(done.stdout)
+    seconds, unknown = json.loads(printed_by(TWO_LAUNCHES))
     gemm, flex = H100.kinds["GEMM"], H100.kinds["flex attention"]
     assert seconds["GEMM"] == pytest.approx(3e9 / gemm.bytes + 1e12 / gemm.flops)
     assert seconds["elementwise"] == pytest.approx(3 * H100.shortest)

@@ -3,15 +3,11 @@ annotations checked at run time break graphs."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from models.tiny import FAMILY_TABLES
+from scripts import printed_by
 
-TESTS = Path(__file__).parents[1]
 COMPARE = """
 import copy, sys, torch
 from lather.models.families import build_model
@@ -125,23 +121,15 @@ for model_type in sys.argv[1:]:
 """
 
 
-def printed_by(script: str, *arguments: str) -> list[list[str]]:
-    run = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=TESTS,
-    )
-    assert run.returncode == 0, run.stderr
-    return [line.split() for line in run.stdout.splitlines()]
+def words_of(script: str, *arguments: str) -> list[list[str]]:
+    printed = printed_by(script, *arguments, timeout=300)
+    return [line.split() for line in printed.splitlines()]
 
 
 def compared(*families: str, layers: int = 1, depths: int = 0) -> list[list[str]]:
     """Return for each family the numbers of parts, breaks and graphs, and the largest error."""
     sizes = f"{layers}, num_nextn_predict_layers={depths}" if depths else str(layers)
-    return printed_by(COMPARE.replace("LAYERS", sizes), *families)
+    return words_of(COMPARE.replace("LAYERS", sizes), *families)
 
 
 def test_the_compiled_parts_are_the_model() -> None:
@@ -159,13 +147,13 @@ def test_the_compiled_parts_of_multi_token_prediction_are_the_model() -> None:
 
 
 def test_compiled_options_of_attention_are_the_options() -> None:
-    errors = [float(words[0]) for words in printed_by(ATTENTION)]
+    errors = [float(words[0]) for words in words_of(ATTENTION)]
     assert len(errors) == 3
     assert max(errors) < 1e-12
 
 
 def test_compiled_parts_of_gated_deltanet_have_the_same_numbers() -> None:
-    assert all(float(worst) < 1e-12 for (worst,) in printed_by(DELTA_NET))
+    assert all(float(worst) < 1e-12 for (worst,) in words_of(DELTA_NET))
 
 
 @pytest.mark.grid
@@ -178,6 +166,6 @@ def test_the_compiled_parts_of_every_family_are_its_model(family: str) -> None:
 
 
 def test_compiled_parts_of_context_ranks_have_the_same_gradients() -> None:
-    errors = [float(words[0]) for words in printed_by(CONTEXT, "deepseek_v2", "qwen3_moe")]
+    errors = [float(words[0]) for words in words_of(CONTEXT, "deepseek_v2", "qwen3_moe")]
     assert len(errors) == 2
     assert max(errors) < 1e-12

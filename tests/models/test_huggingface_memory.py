@@ -3,9 +3,6 @@ own peak."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import load_hugging_face, open_hugging_face
 from lather.safetensors_file import SafetensorsFiles, copy_weights, open_safetensors
 from models.tiny import tiny_config, tiny_family_config, tiny_model
+from scripts import printed_by
 
 SHARD = 300_000
 """Bytes of a shard."""
@@ -106,10 +104,6 @@ def test_the_process_grows_by_a_shard_and_a_tensor_not_by_the_model(tmp_path: Pa
     save_hugging_face(
         tiny_model(**sizes), tiny_config(**sizes), tmp_path / "in", max_shard_bytes=8_000_000
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PEAK_OF_A_ROUND_TRIP, str(tmp_path)]
-    done = subprocess.run(
-        command, env=environment, timeout=120, check=True, capture_output=True, text=True
-    )
+    peak = printed_by(PEAK_OF_A_ROUND_TRIP, tmp_path, variables={"OMP_NUM_THREADS": "1"})
     assert (tmp_path / "ours.safetensors").stat().st_size > 110_000_000
-    assert int(done.stdout) < 8_000_000 + 2 * 4_000_000
+    assert int(peak) < 8_000_000 + 2 * 4_000_000

@@ -2,12 +2,11 @@
 many as two. Also bytes and flops of Muon's."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from scripts import printed_by
 
 COUNT = """
 import json, sys, warnings
@@ -76,13 +75,8 @@ def counts() -> dict[str, dict[str, list[int]]]:
     stand-in."""
     cases = json.dumps([case[:-1] for case in CASES.values()])
     # kernels are counted, not interpreted
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COUNT, cases]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=240, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+    printed = printed_by(COUNT, cases, variables={"TRITON_INTERPRET": ""}, timeout=240)
+    return dict(zip(CASES, json.loads(printed), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

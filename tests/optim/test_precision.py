@@ -1,8 +1,6 @@
 """The settings under which a phase runs are the optimizer's own inside, and the caller's own after
 it."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ from lather.optim.batched import runs
 from lather.optim.batched.precision import matmul_precision
 from lather.optim.rules import bases
 from lather.optim.rules.kl_soap import KLSOAPRule
+from scripts import printed_by
 
 INHERITANCE = """
 import itertools, sys
@@ -98,9 +97,7 @@ def test_what_was_inherited_is_inherited_after_a_step_and_what_was_set_stays_set
     """Every combination of values of all backends, of a backend and of its products, and every
     word: whatever is set later has the effect that it has without a step, also after an
     exception."""
-    command = [sys.executable, "-c", INHERITANCE]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
+    printed_by(INHERITANCE)
 
 
 @every_kind

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from planned_runs import run_config
-from torch import Tensor
 
 from lather.memory.dry_rank import LedgerMode, dry_rank
 from lather.memory.workers import Assumed
 from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.executor import StepOutput
 from lather.pipeline.schedule import Schedule
+from lather.standin.operations import RanOperation
 
 TRANSFERS = ("send", "recv_")
 """Operations that a prelude leaves out."""
@@ -40,18 +40,10 @@ class FirstLaunches(LedgerMode):
             self.unsure.append(kind)
             self.known.add(kind)
 
-    def ran(
-        self,
-        func: Any,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        inputs: list[Tensor],
-        made: list[Tensor],
-        out: Any,
-    ) -> None:
-        super().ran(func, name, args, kwargs, inputs, made, out)
-        self._saw(name, *((x.dtype, x.dim()) for x in (*inputs, *made)))
+    def ran(self, operation: RanOperation) -> None:
+        super().ran(operation)
+        tensors = (*operation.inputs, *operation.made)
+        self._saw(operation.name, *((x.dtype, x.dim()) for x in tensors))
 
     def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
         super().launch(name, read, written, flops=flops)

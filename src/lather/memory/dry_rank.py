@@ -42,6 +42,7 @@ from lather.pipeline.recorder import Recorder
 from lather.pipeline.schedule import TRANSFERS, Action, Kind
 from lather.standin.device import module, standin
 from lather.standin.mode import StandInMode
+from lather.standin.operations import RanOperation
 from lather.time_model.launches import launch_named, launch_of, launch_of_triton
 from lather.torch_private import start_fake_process_group
 
@@ -124,21 +125,13 @@ class LedgerMode(StandInMode, Recorder):
     def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
         self.tally.launched(launch_of_triton(function, tensors))
 
-    def ran(
-        self,
-        func: Any,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        inputs: list[Tensor],
-        made: list[Tensor],
-        out: Any,
-    ) -> None:
-        travels = func.namespace == "c10d"
-        self.ledger.note(filter(self.is_here, inputs if travels else made), travels=travels)
+    def ran(self, operation: RanOperation) -> None:
+        travels = operation.func.namespace == "c10d"
+        tensors = operation.inputs if travels else operation.made
+        self.ledger.note(filter(self.is_here, tensors), travels=travels)
         if travels:
-            self.tally.travels(name, args)
-        elif launch := launch_of(func, name, args, kwargs, inputs, made, out):
+            self.tally.travels(operation.name, operation.args)
+        elif launch := launch_of(*operation):
             self.tally.launched(launch)
 
     # --- labels -----------------------------------------------------------------------------------

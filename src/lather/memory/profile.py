@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from lather.config.config import Config, ParallelConfig
 from lather.memory.dry_rank import LedgerMode, dry_rank
 from lather.memory.ledger import BETWEEN_SEGMENTS, StorageRecord, segment_title
 from lather.memory.workers import Assumed
+from lather.standin.operations import RanOperation
 
 EMBEDDING = "embed_tokens"
 """Layer of the embedding, which a forward pass begins with."""
@@ -98,22 +97,14 @@ class _OriginMode(LedgerMode):
         """Called before a module is called."""
         self.layer = layer_of(path)
 
-    def ran(
-        self,
-        func: Any,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        inputs: list[Tensor],
-        made: list[Tensor],
-        out: Any,
-    ) -> None:
-        super().ran(func, name, args, kwargs, inputs, made, out)
-        for x in made:
+    def ran(self, operation: RanOperation) -> None:
+        super().ran(operation)
+        name = operation.name
+        for x in operation.made:
             record = self.ledger.record_of(x)
             if record is None or id(record) in self.origins:
                 continue
-            source = self.ledger.record_of(inputs[0]) if name == "_to_copy" else None
+            source = self.ledger.record_of(operation.inputs[0]) if name == "_to_copy" else None
             origin = {
                 "layer": self.layer,
                 "segment": record.segment or BETWEEN_SEGMENTS,

@@ -27,6 +27,7 @@ import lather
 from lather.device import Read
 from lather.standin import device, operations
 from lather.standin.functions import Functions, counted_compile, counted_triton
+from lather.standin.operations import RanOperation
 from lather.storages import tensors_in
 from lather.torch_private import TorchDispatchMode, fake_tensors, fake_tensors_behave
 
@@ -132,18 +133,8 @@ class StandInMode(TorchDispatchMode):
         """Run an operation on fake tensors."""
         return func(*args, **kwargs)
 
-    def ran(
-        self,
-        func: Any,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        inputs: list[Tensor],
-        made: list[Tensor],
-        out: Any,
-    ) -> None:
-        """Called after an operation on the device with its `inputs` and its result `out`, which
-        contains the tensors `made`."""
+    def ran(self, operation: RanOperation) -> None:
+        """Called after an operation on the device."""
 
     # --- operations -------------------------------------------------------------------------------
 
@@ -252,12 +243,13 @@ class StandInMode(TorchDispatchMode):
         made = list(tensors_in(out))
         inputs = list(tensors_in([operands, kwargs]))
         if any(map(self.is_here, (*inputs, *made))):
-            self.ran(func, name, operands, kwargs, inputs, made, out)
+            self.ran(RanOperation(func, name, operands, kwargs, inputs, made, out))
         return out
 
 
 def _is_masked(indices: Sequence[Tensor | None]) -> bool:
-    """Return whether flags are among the indices, whose number of true elements gives a size."""
+    """Return whether a mask is among the indices; the size of the result is then the number of its
+    true elements."""
     return any(index is not None and index.dtype == torch.bool for index in indices)
 
 

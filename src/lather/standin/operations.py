@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
+
+
+class RanOperation(NamedTuple):
+    """An operation that has run on the device."""
+
+    func: Any
+    name: str
+    """Name without namespace and overload."""
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    inputs: list[Tensor]
+    made: list[Tensor]
+    """The tensors in `out`."""
+    out: Any
+
 
 VIEWS = frozenset(["_unsafe_view", "lift", "unsafe_split"])
 """Views whose schema does not say so; of all others torch says it (`func.is_view`)."""
