@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lather.data.batches import Batch, Source
-from lather.data.sequences import IGNORE_INDEX, OfPositions
-from lather.data.shards import Array
+from lather.data.sequences import IGNORE_INDEX, SequenceArrays
 from lather.evaluation import scoring
 from lather.evaluation.scoring import Score, score_head, score_set, states_of
 from models.tiny import error, random_tokens, tiny_family_model
@@ -70,18 +69,11 @@ class Numbered:
     def num_labels(self, index: int) -> int | None:
         return None
 
-    def fill(
-        self,
-        index: int,
-        inputs_S: Array,
-        labels_S: Array,
-        begins_S: Array,
-        columns: OfPositions,
-    ) -> None:
+    def fill(self, index: int, to: SequenceArrays) -> None:
         tokens = np.random.default_rng(index).integers(0, 37, 7)
-        inputs_S[:], labels_S[:] = tokens[:-1], tokens[1:]
+        to.inputs_S[:], to.labels_S[:] = tokens[:-1], tokens[1:]
         if index == 3:
-            labels_S[:] = IGNORE_INDEX
+            to.labels_S[:] = IGNORE_INDEX
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 9])

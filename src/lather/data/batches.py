@@ -14,7 +14,7 @@ from torch import Tensor
 from lather.data.batch_columns import Columns, columns_ahead, padded_columns
 from lather.data.batch_sizes import BatchSizes
 from lather.data.order import Order
-from lather.data.sequences import IGNORE_INDEX, PADDING, Sequences
+from lather.data.sequences import IGNORE_INDEX, PADDING, SequenceArrays, Sequences
 from lather.data.shards import Array
 from lather.data.token_columns import TOKEN_COLUMNS
 from lather.errors import DataError
@@ -121,7 +121,8 @@ def read_batch(sources: Sequence[Source], samples: Sequence[tuple[int, int]]) ->
     for row, (number, index) in enumerate(samples):
         source = sources[number]
         own = {name: columns[name][row] for name in source.sequences.columns}
-        source.sequences.fill(index, inputs_BS[row], labels_BS[row], begins_BS[row], own)
+        arrays = SequenceArrays(inputs_BS[row], labels_BS[row], begins_BS[row], own)
+        source.sequences.fill(index, arrays)
         highest = max(int(inputs_BS[row].max()), int(labels_BS[row].max()))
         if highest >= source.vocab_size:
             raise DataError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,28 @@ IGNORE_INDEX = -100
 """Label of a position that the loss leaves out."""
 PADDING = -1
 """Input of a position that holds no token."""
-OfPositions = Mapping[str, Array]
-"""Values of token columns at each position, (S, ...) by name."""
 CHUNK = np.dtype([("start", "<i8"), ("length", "<i4")])
 """A chunk of a document: the place of its first token in the split, and its number of labels."""
+
+
+class SequenceArrays(NamedTuple):
+    """The arrays that a sequence is written into, one element per position."""
+
+    inputs_S: Array
+    """Initialized to `PADDING`."""
+    labels_S: Array
+    """Initialized to `IGNORE_INDEX`."""
+    begins_S: Array
+    """Initialized to False; True at the first token of a document that must not attend to earlier
+    tokens."""
+    columns: Mapping[str, Array]
+    """Values of token columns, (S, ...) by name; initialized to those of tokens that lack them."""
+
+    def behind(self, place: int) -> SequenceArrays:
+        """Return the positions from `place` on."""
+        inputs_S, labels_S, begins_S, columns = self
+        columns = {name: values[place:] for name, values in columns.items()}
+        return SequenceArrays(inputs_S[place:], labels_S[place:], begins_S[place:], columns)
 
 
 class Sequences(Protocol):
@@ -56,17 +74,8 @@ class Sequences(Protocol):
     def documents(self, index: int) -> list[int]:
         """Return the numbers of the documents in a sequence, counted from 0 in the split."""
 
-    def fill(
-        self,
-        index: int,
-        inputs_S: Array,
-        labels_S: Array,
-        begins_S: Array,
-        columns: OfPositions,
-    ) -> None:
-        """Write a sequence into arrays that are initialized to input `PADDING`, label
-        `IGNORE_INDEX` and False. `begins_S`: True at the first token of a document that must not
-        attend to earlier tokens. `columns`: arrays with the values of tokens that lack them."""
+    def fill(self, index: int, to: SequenceArrays) -> None:
+        """Write a sequence."""
 
 
 class Windows:
@@ -96,20 +105,13 @@ class Windows:
         first, last = map(self.reader.document_at, (start, start + self.num_tokens(index) - 1))
         return [*range(first, last + 1)]
 
-    def fill(
-        self,
-        index: int,
-        inputs_S: Array,
-        labels_S: Array,
-        begins_S: Array,
-        columns: OfPositions,
-    ) -> None:
+    def fill(self, index: int, to: SequenceArrays) -> None:
         start = index * self.length
         stop = min(start + self.length + 1, len(self.reader))
-        _fill(self.reader, start, stop, inputs_S, labels_S, columns)
+        _fill(self.reader, start, stop, to)
         if self.is_per_document:
             ends = self.reader.ends_between(start, min(stop, start + self.length) - 1)
-            begins_S[ends - start] = True
+            to.begins_S[ends - start] = True
 
 
 class PackedDocuments:
@@ -139,41 +141,25 @@ class PackedDocuments:
     def documents(self, index: int) -> list[int]:
         return [self.reader.document_at(int(start)) for start in self._chunks_of(index)["start"]]
 
-    def fill(
-        self,
-        index: int,
-        inputs_S: Array,
-        labels_S: Array,
-        begins_S: Array,
-        columns: OfPositions,
-    ) -> None:
+    def fill(self, index: int, to: SequenceArrays) -> None:
         place = 0
         for chunk in self._chunks_of(index):
             start, labels = int(chunk["start"]), int(chunk["length"])
-            inputs, of_labels = inputs_S[place:], labels_S[place:]
-            behind = {name: values[place:] for name, values in columns.items()}
-            _fill(self.reader, start, start + labels + 1, inputs, of_labels, behind)
-            begins_S[place] = True
+            _fill(self.reader, start, start + labels + 1, to.behind(place))
+            to.begins_S[place] = True
             place += labels
         if place < self.length:
-            begins_S[place] = True
+            to.begins_S[place] = True
 
 
-def _fill(
-    reader: ShardReader,
-    start: int,
-    stop: int,
-    inputs_S: Array,
-    labels_S: Array,
-    columns: OfPositions,
-) -> None:
+def _fill(reader: ShardReader, start: int, stop: int, to: SequenceArrays) -> None:
     """Write the tokens from `start` until `stop` of the split as the first inputs and labels, and
-    what they have in these columns."""
+    their values in the token columns."""
     tokens, length = reader.tokens(start, stop), stop - start - 1
-    inputs_S[:length], labels_S[:length] = tokens[:-1], tokens[1:]
+    to.inputs_S[:length], to.labels_S[:length] = tokens[:-1], tokens[1:]
     if reader.has_mask:
-        labels_S[:length][~reader.learned(start + 1, stop)] = IGNORE_INDEX
-    for name, x_Sx in columns.items():
+        to.labels_S[:length][~reader.learned(start + 1, stop)] = IGNORE_INDEX
+    for name, x_Sx in to.columns.items():
         behind = int(TOKEN_COLUMNS[name].is_of_label)
         x_Sx[:length] = reader.column(name, start + behind, stop - 1 + behind)
 
