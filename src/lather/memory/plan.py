@@ -62,11 +62,16 @@ class MemoryPlan:
         return self.largest.peak + self.allowance
 
     @property
+    def refresh_interval(self) -> int:
+        """Steps from refresh to refresh."""
+        interval: int = getattr(self.config.optim, "precondition_frequency", 1)
+        return interval
+
+    @property
     def work(self) -> Work:
         """Work of a step of the first pipeline rank, including its share of a refresh."""
         when = self.ranks[0].work
-        frequency = getattr(self.config.optim, "precondition_frequency", 1)
-        refresh = when.get(REFRESH, Work()) * (1 / frequency)
+        refresh = when.get(REFRESH, Work()) * (1 / self.refresh_interval)
         return sum((when.get(name, Work()) for name in (MICRO_BATCHES, REST)), refresh)
 
     @property
@@ -78,8 +83,8 @@ class MemoryPlan:
     def bus(self) -> tuple[float, float]:
         """Bytes of state that are fetched to a device in a step, and that are written back, on
         average over the steps from refresh to refresh."""
-        frequency = getattr(self.config.optim, "precondition_frequency", 1)
-        return self.host.visiting, self.host.visiting - self.host.bases * (1 - 1 / frequency)
+        kept = 1 - 1 / self.refresh_interval
+        return self.host.visiting, self.host.visiting - self.host.bases * kept
 
     @property
     def frozen(self) -> float:

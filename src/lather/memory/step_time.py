@@ -103,7 +103,6 @@ def parts_of_step(plan: MemoryPlan, machine: int) -> tuple[float, float, float, 
     """Return the seconds of a step's passes, of its optimizer, of bytes sent to other ranks, and of
     bytes between device and host."""
     config, rates = plan.config, plan.assumed.rate_table
-    frequency = getattr(config.optim, "precondition_frequency", 1)
 
     def kernels(work: Work, host_seconds: float) -> float:
         host = work.launches * host_seconds
@@ -113,7 +112,7 @@ def parts_of_step(plan: MemoryPlan, machine: int) -> tuple[float, float, float, 
         host = rates.host_seconds
         of_graph = 0 if config.train.cuda_graph and not rates.waits else host
         of_passes = kernels(work.get(MICRO_BATCHES, Work()), of_graph)
-        after = work.get(REST, Work()) + work.get(REFRESH, Work()) * (1 / frequency)
+        after = work.get(REST, Work()) + work.get(REFRESH, Work()) * (1 / plan.refresh_interval)
         return of_passes / (1 - plan.bubble()), kernels(after, host)
 
     passes, optimizer = max((parts(run.work) for run in plan.ranks), key=sum)

@@ -2,8 +2,8 @@
 (`lather.models.piece_kernels`) for a block of queries and a slice of keys. A CPU attends so to
 whatever is not plain and causal.
 
-Every token attends to an interval of keys that ends with itself, because documents, windows and the
-slices of context ranks are all of that kind. The interval is cut where that saves a mask:
+Every token attends to an interval of keys that ends with the token itself; documents and windows
+only say where it begins. The interval is cut where that saves a mask:
 
     first tokens of a document, no more than a window     all earlier keys, and a causal square
     later tokens, `BLOCK` at a time                       one band of BLOCK + window - 1 keys
@@ -32,6 +32,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lather.kernels.backend import wide_dtype
 from lather.models.fused_attention import Register
 from lather.models.piece_kernels import ON_CPU, PieceOptions
 from lather.shapes import Bool, Float
@@ -181,7 +182,7 @@ class _InPieces(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         y_BHSU = by_token((*q_BHSN.shape[:3], v_BGTU.shape[-1]), q_BHSN)
-        lse_BHS = q_BHSN.new_empty(q_BHSN.shape[:3], dtype=_wide(q_BHSN))
+        lse_BHS = q_BHSN.new_empty(q_BHSN.shape[:3], dtype=wide_dtype(q_BHSN))
         for block in pieces.blocks:
             at = block.rows, slice(None), block.tokens
             parts = []
@@ -201,7 +202,7 @@ class _InPieces(torch.autograd.Function):
         pieces: Pieces = ctx.pieces
         grad_BHSU = grad_BHSU if grad_BHSU.stride(-1) == 1 else grad_BHSU.contiguous()
         dq_BHSN = by_token(q_BHSN.shape, q_BHSN)
-        dk_BGTN, dv_BGTU = (by_token(x.shape, x, _wide(x)).zero_() for x in (k_BGTN, v_BGTU))
+        dk_BGTN, dv_BGTU = (by_token(x.shape, x, wide_dtype(x)).zero_() for x in (k_BGTN, v_BGTU))
         for block in pieces.blocks:
             at = block.rows, slice(None), block.tokens
             q, y, grad = (x[at] for x in (q_BHSN, y_BHSU, grad_BHSU))
@@ -260,7 +261,7 @@ def write_sum(parts: list[Tensor], out: Tensor) -> None:
         return
     total = others[0]
     if len(others) > 1:
-        total = total.to(_wide(total), copy=True)
+        total = total.to(wide_dtype(total), copy=True)
         for part in others[1:]:
             total.add_(part)
     torch.add(total, last, out=out)
@@ -280,7 +281,3 @@ def by_token(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = Non
     """Return an empty tensor of a shape (B, H, S, N) whose memory has the order of B, S, H, N."""
     b, h, s, n = shape
     return like.new_empty((b, s, h, n), dtype=dtype or like.dtype).transpose(1, 2)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lather.models.attention import HeadSizes
+from lather.models.attention import GroupedQueryAttention, HeadSizes
+from lather.models.block import Block
 from lather.models.experts import Experts
 from lather.models.family import FamilyConfig
 from lather.models.gated_mlp import GatedMLP
@@ -181,6 +182,23 @@ class GroupedQueryFields(FamilyConfig):
     def _require_heads(self) -> None:
         self._require_rotary("head_dim")
         self._require_divides("num_key_value_heads", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class DenseFields(GroupedQueryFields):
+    """Fields of models that have a dense feed-forward layer in every block."""
+
+    intermediate_size: int = 512
+    """Width of the feed-forward layer."""
+
+    def __post_init__(self) -> None:
+        self._require_family_and_ranges(may_be_zero=())
+        self._require_heads()
+
+    def dense_block(self, attention: GroupedQueryAttention) -> Block:
+        """Build a block with this attention."""
+        mlp = GatedMLP(self.hidden_size, self.intermediate_size)
+        return Block(attention, mlp, self.hidden_size, self.rms_norm_eps)
 
 
 @dataclass(frozen=True)

@@ -11,27 +11,20 @@ from dataclasses import dataclass
 from lather.models.attention import GroupedQueryAttention
 from lather.models.block import Block
 from lather.models.family import Family
-from lather.models.gated_mlp import GatedMLP
 from lather.models.rotary import Llama3RopeConfig
-from lather.models.shared_fields import GroupedQueryFields, head_dim_of
+from lather.models.shared_fields import DenseFields, head_dim_of
 
 
 @dataclass(frozen=True)
-class LlamaConfig(GroupedQueryFields):
+class LlamaConfig(DenseFields):
     """Sizes and options of a Llama model."""
 
     model_type: str = "llama"
     """Hugging Face name of the model family."""
-    intermediate_size: int = 512
-    """Width of the feed-forward layer."""
     attention_bias: bool = False
     """Add biases to attention's four projections."""
     rope_scaling: Llama3RopeConfig | None = None  # type: ignore[assignment]
     """Llama 3's change of the rotary embedding for longer sequences; left out: none."""
-
-    def __post_init__(self) -> None:
-        self._require_family_and_ranges(may_be_zero=())
-        self._require_heads()
 
 
 def _block(config: LlamaConfig, index: int) -> Block:
@@ -41,8 +34,7 @@ def _block(config: LlamaConfig, index: int) -> Block:
         bias=config.attention_bias,
         output_bias=config.attention_bias,
     )
-    mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-    return Block(attention, mlp, config.hidden_size, config.rms_norm_eps)
+    return config.dense_block(attention)
 
 
 FAMILY = Family(

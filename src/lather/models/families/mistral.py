@@ -10,24 +10,17 @@ from dataclasses import dataclass
 from lather.models.attention import GroupedQueryAttention
 from lather.models.block import Block
 from lather.models.family import FULL_ATTENTION, SLIDING_ATTENTION, Family
-from lather.models.gated_mlp import GatedMLP
-from lather.models.shared_fields import GroupedQueryFields, head_dim_of
+from lather.models.shared_fields import DenseFields, head_dim_of
 
 
 @dataclass(frozen=True)
-class MistralConfig(GroupedQueryFields):
+class MistralConfig(DenseFields):
     """Sizes and options of a Mistral model."""
 
     model_type: str = "mistral"
     """Hugging Face name of the model family."""
-    intermediate_size: int = 512
-    """Width of the feed-forward layer."""
     sliding_window: int | None = None
     """Number of tokens that a token attends to, including itself; left out: all earlier tokens."""
-
-    def __post_init__(self) -> None:
-        self._require_family_and_ranges(may_be_zero=())
-        self._require_heads()
 
     @property
     def attention_types(self) -> tuple[str, ...]:
@@ -39,8 +32,7 @@ def _block(config: MistralConfig, index: int) -> Block:
     attention = GroupedQueryAttention(
         config.head_sizes, config.rotary, window=config.sliding_window
     )
-    mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-    return Block(attention, mlp, config.hidden_size, config.rms_norm_eps)
+    return config.dense_block(attention)
 
 
 FAMILY = Family(

@@ -11,24 +11,17 @@ from dataclasses import dataclass
 from lather.models.attention import GroupedQueryAttention, QueryKeyNorm
 from lather.models.block import Block
 from lather.models.family import Family
-from lather.models.gated_mlp import GatedMLP
-from lather.models.shared_fields import GroupedQueryFields
+from lather.models.shared_fields import DenseFields
 
 
 @dataclass(frozen=True)
-class Qwen3Config(GroupedQueryFields):
+class Qwen3Config(DenseFields):
     """Sizes and options of a Qwen3 model."""
 
     model_type: str = "qwen3"
     """Hugging Face name of the model family."""
-    intermediate_size: int = 512
-    """Width of the feed-forward layer."""
     attention_bias: bool = False
     """Add biases to attention's four projections."""
-
-    def __post_init__(self) -> None:
-        self._require_family_and_ranges(may_be_zero=())
-        self._require_heads()
 
 
 def _block(config: Qwen3Config, index: int) -> Block:
@@ -39,8 +32,7 @@ def _block(config: Qwen3Config, index: int) -> Block:
         bias=config.attention_bias,
         output_bias=config.attention_bias,
     )
-    mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-    return Block(attention, mlp, config.hidden_size, config.rms_norm_eps)
+    return config.dense_block(attention)
 
 
 FAMILY = Family(
