@@ -4,7 +4,6 @@ load as nested ones do, whatever a group contains."""
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from optim_helpers import all_same, same_state
+from optim_helpers import all_same, same_state, through_a_file
 from ranks import run_ranks
 from strangers import Shampoo
 from torch import nn
@@ -76,14 +75,6 @@ def through_dcp(state: State, room: State, folder: Path, **options: Any) -> Stat
     dcp.save({"optimizer": state}, checkpoint_id=folder)
     dcp.load({"optimizer": room}, checkpoint_id=folder, **options)
     return room
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 def soap(net: nn.Module, frequency: Any) -> MatrixOptimizer:

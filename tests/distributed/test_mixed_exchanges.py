@@ -4,8 +4,9 @@ refuse."""
 from __future__ import annotations
 
 import torch
+from library_layouts import step_both
 from ranks import run_ranks
-from sharded_cases import spread, step_both, values
+from sharded_cases import spread, values
 from sharded_refusals import error_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -13,6 +13,7 @@ from gathered_cases import (
     gathered_differences,
     weights_that_left_by_another_door,
 )
+from library_layouts import expert_parallel_differences, fsdp2_differences, plain_shard_differences
 from ranks import run_ranks
 from rounding_cases import rounding_differences
 from sharded_cases import KINDS as RULES
@@ -21,10 +22,7 @@ from sharded_cases import (
     STRANGERS,
     chosen,
     differences,
-    expert_parallel_differences,
-    fsdp2_differences,
     offloaded_differences,
-    plain_shard_differences,
 )
 from sharded_refusals import counts, refusals
 from sharded_state_cases import (

@@ -29,14 +29,16 @@ from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import model_from_hugging_face, notes_on_config
 from lather.models.key_value_cache import KeyValueCache
 from lather.models.lora import LoraConfig
-from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
+from lather.models.saving.weight_gradients import WeightGradients
 from models.tiny import (
     FAMILY_TABLES,
+    deferring,
     error,
     gradients,
     largest_error,
     random_normal,
     random_tokens,
+    same_tensors,
     tiny_family_config,
     tiny_family_model,
 )
@@ -240,13 +242,6 @@ def test_a_folder_of_transformers_comes_in_to_the_bit(
     assert config == tiny_family_config(model_type, **specimen.changes)
 
 
-def same_tensors(actual: nn.Module, expected: nn.Module) -> bool:
-    first, second = actual.state_dict(), expected.state_dict()
-    return first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
-
-
 @pytest.mark.grid
 @OF_EACH_FAMILY
 def test_tolerance_rejects_an_error_of_one_percent_in_any_weight(family: str) -> None:
@@ -348,13 +343,6 @@ def test_tokens_read_in_pieces_with_a_cache_are_those_read_at_once(specimen: Spe
         assert error(first[row, padding:], alone[row][: 8 - padding]) < EXACT
     for logits_SV, row in zip(rest, rows, strict=True):
         assert error(logits_SV, alone[row][8 - int(padding_B[row]) :]) < EXACT
-
-
-def deferring(model: nn.Module) -> WeightGradients:
-    queue = WeightGradients()
-    queue.deferring = True
-    defer_weight_gradients(model, queue)
-    return queue
 
 
 def test_gradients_put_off_have_the_same_bits(specimen: Specimen) -> None:

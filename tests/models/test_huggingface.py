@@ -23,7 +23,7 @@ from lather.models.hf.model_folder import (
     read_config,
 )
 from lather.safetensors_file import copy_weights, open_safetensors
-from models.tiny import error
+from models.tiny import error, same_tensors
 
 pytest.importorskip("transformers")
 import transformers
@@ -45,13 +45,6 @@ def ours(model: Any) -> Tensor:
         return model(TOKENS).logits_BSV
 
 
-def same_weights(model: Any, other: Any) -> bool:
-    first, second = model.state_dict(), other.state_dict()
-    return first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["", "tied"])
 @pytest.mark.parametrize("max_shard_bytes", [20_000, 5 * 10**9])
@@ -71,7 +64,7 @@ def test_a_model_of_transformers_comes_back_to_the_bit(
     for name, source in sources.items():
         save_hugging_face(source, config, tmp_path / name, max_shard_bytes=max_shard_bytes)
         back = read_back(tmp_path / name)
-        assert same_weights(back, theirs)
+        assert same_tensors(back, theirs)
         assert torch.equal(logits(back), expected)
         assert (tmp_path / name / "model.safetensors").exists() == (max_shard_bytes > 20_000)
 
@@ -122,7 +115,7 @@ def test_any_floating_dtype_is_read_and_written(
     model, config = model_from_hugging_face(tmp_path / "in")
     assert {p.dtype for p in model.parameters()} == {stored}
     wide, _ = model_from_hugging_face(tmp_path / "in", dtype=torch.float64)
-    assert same_weights(model.double(), wide)
+    assert same_tensors(model.double(), wide)
     save_hugging_face(wide, config, tmp_path / "same", dtype=stored)
     before, after = (load_file(tmp_path / f"{name}/model.safetensors") for name in ("in", "same"))
     assert before.keys() == after.keys()
@@ -141,7 +134,7 @@ def test_loads_into_a_model_that_is_there(tmp_path: Path) -> None:
     pointers = [p.data_ptr() for p in model.parameters()]
     load_hugging_face(tmp_path / "in", model)
     expected, _ = model_from_hugging_face(tmp_path / "in", dtype=torch.bfloat16)
-    assert same_weights(model, expected)
+    assert same_tensors(model, expected)
     assert [p.data_ptr() for p in model.parameters()] == pointers
 
 
@@ -167,7 +160,7 @@ def test_paths_may_be_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     copy_weights(open_hugging_face("in")[0], "ours.safetensors")
     for name, source in {"model": model, "file": open_safetensors("ours.safetensors")}.items():
         save_hugging_face(source, config, name, tokenizer="in")
-        assert same_weights(read_back(Path(name)), read_back(Path("in")))
+        assert same_tensors(read_back(Path(name)), read_back(Path("in")))
     save_hugging_face(model, config, "lone", tokenizer="in/tokenizer.json")
     Path("carried").mkdir()
     assert copy_companions("in", "carried") == ["tokenizer.json", "generation_config.json"]

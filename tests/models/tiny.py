@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lather.models.decoder import Decoder
 from lather.models.families import FAMILIES, ModelConfig, build_model
 from lather.models.families.deepseek_v2 import DeepseekV2Config
+from lather.models.saving.weight_gradients import WeightGradients, defer_weight_gradients
 from lather.models.token_positions import SequenceLayout
 from lather.pipeline.model_part import ModelPart, PartLayers
 from models.tiny_family import TinyFamily
@@ -119,3 +120,18 @@ def whole_part(model: Decoder) -> ModelPart:
     """Make a part of all of a model, with the model's own modules, in one stage."""
     num_layers = sum(block.mtp is None for block in model.layers)
     return ModelPart(model, PartLayers((range(num_layers),)))
+
+
+def same_tensors(actual: nn.Module, expected: nn.Module) -> bool:
+    first, second = actual.state_dict(), expected.state_dict()
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+
+
+def deferring(model: nn.Module) -> WeightGradients:
+    """Have the module put its weight gradients off; return the queue of them."""
+    queue = WeightGradients()
+    queue.deferring = True
+    defer_weight_gradients(model, queue)
+    return queue
