@@ -20,7 +20,7 @@ Columns = Mapping[str, Tensor]
 
 
 def padded_columns(columns: Columns, rows: int) -> dict[str, Tensor]:
-    """Append values of this number of sequences that lack the columns."""
+    """Append `rows` sequences whose tokens lack the columns."""
     return {
         name: F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows), value=TOKEN_COLUMNS[name].missing)
         for name, x in columns.items()
@@ -44,8 +44,9 @@ def check_routing(
     num_chosen: int,
     origins: Sequence[str] = (),
 ) -> None:
-    """Raise DataError unless each token has in each layer `num_chosen` different experts, or -1 in
-    place of all. `origins`: where the sequences come from, for the message; none: not known."""
+    """Raise DataError unless every token has `num_chosen` different experts in every layer, or -1
+    in all of their places. `origins`: where each sequence comes from, for the message; empty: not
+    known."""
 
     def place(is_wrong_BS: Tensor) -> str:
         row = int(is_wrong_BS.flatten(1).any(1).int().argmax())

@@ -77,8 +77,8 @@ OPERATIONS: dict[str, tuple[Operation, Callable[[int], float], Callable[[int, in
         lambda rank, size: torch.tensor([(rank - 1) % size]),
     ),
 }
-"""The operation, the share of a message that a rank sends, and the numbers that a rank has to
-receive, equally many of each, if each rank sends its number."""
+"""Operations by name: the function; the share of a message that each of `size` ranks sends; and the
+numbers that rank `rank` must receive, in equal parts, if every rank sends its own number."""
 
 
 def measure_links(device: torch.device) -> list[LinkFacts]:

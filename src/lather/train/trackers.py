@@ -4,7 +4,8 @@ A tracker never stops or delays a run. It works in a thread, since a server may 
 the first call that fails ends the tracker, and a note says so. Modules are imported
 before the thread starts: two threads that import at the same time may see incomplete modules.
 
-The run directory stores the identifier of the record, so that a resumed run continues it.
+The run directory stores the identifier that a tracker has for the run, so that a resumed run
+continues the same record there.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 the result, on the diagonal or below it, and stores it there and, transposed, above the diagonal.
 
 Letters: B matrices, m rows, n columns. The rows of x may be contiguous, or its columns. Products
-are summed in fp32; those of fp32 operands are in TF32. Of tiles on the diagonal the lower triangle
-counts, so that results are symmetric to the bit.
+are summed in fp32; those of fp32 operands are in TF32. A tile on the diagonal is computed whole,
+and its lower triangle is copied onto the upper one, so that results are symmetric to the bit.
 """
 
 # ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs

@@ -201,10 +201,10 @@ class EntryFormat:
             whole.diagonal(dim1=-2, dim2=-1).fill_(1)
         if not is_stored:
             tensors = [(key, stored[key]) for key in self.stored]
-            one = {key: y.new_empty((1, *y.shape[1:])) for key, y in tensors}
-            self.encode(whole, one)
-            for key, first in one.items():
-                stored[key].copy_(first)
+            of_a_matrix = {key: y.new_empty((1, *y.shape[1:])) for key, y in tensors}
+            self.encode(whole, of_a_matrix)
+            for key, x in of_a_matrix.items():
+                stored[key].copy_(x)
 
     def decode(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the entry in the dtype of computation: the stored tensor, if it is plain."""

@@ -294,8 +294,8 @@ def _in_range(norms: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_together(tensors: Sequence[Tensor], what: Read) -> list[list[Any]]:
-    """Return the values of 1-D tensors on the host, which waits once if all tensors are on one
-    device."""
+    """Return the values of 1-D tensors as lists; if all are on one device, the host waits for it
+    once."""
     if not tensors:
         return []
     values = read(torch.cat([x.to(tensors[0].device) for x in tensors]), what)

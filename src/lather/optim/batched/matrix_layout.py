@@ -69,7 +69,7 @@ class Layout:
     elementwise: ClassVar[bool] = False
     """Whether every element is a tensor of its own."""
     is_joined: ClassVar[bool] = True
-    """Whether the batches of parameters, joined, are the parameters themselves, joined."""
+    """Whether joining the batches of several parameters gives what joining the parameters gives."""
 
     @property
     def matrix(self) -> Matrix:

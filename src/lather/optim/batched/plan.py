@@ -61,8 +61,9 @@ class StepPlan:
             for (_, t), info in first.items()
             if callable(getattr(info.rule, "precondition_frequency", None))
         ]
-        """A parameter of each group whose interval is a function, with t of the step before this
-        plan: all ranks call it, even those that refresh nothing."""
+        """A parameter of each group whose refresh interval is a function, and the number of steps
+        that it had taken when this plan was made. All ranks call the function, even those that
+        refresh nothing."""
         self._counts = [state[p]["step"] for p in self.params]
         self._together = are_side_by_side(self._counts)
         self._steps = torch.stack(self._counts) if infos else torch.zeros(0, device="cpu")

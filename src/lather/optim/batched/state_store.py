@@ -4,9 +4,10 @@
 its members. For a parameter that is spread over ranks, a rank keeps the state of the matrices that
 it owns, under the same keys as every other rank; the tensors are empty if it owns none.
 
-Before the first step a state dict is room for a checkpoint, and a copy might not fit into memory:
-DTensors of it may then be views of the state, which is lent. A load of exactly these DTensors
-continues with the lent state; a step before that moves the state away.
+A state dict from before the first step is memory that a checkpoint is loaded into. A copy of the
+state might not fit beside it, so the DTensors in this state dict may be views of the state itself:
+the state is lent. Loading exactly these DTensors makes the lent state the optimizer's again; a step
+before that moves the state elsewhere.
 """
 
 from __future__ import annotations
