@@ -46,6 +46,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             95,
             15.7,
             11.3,
+        ),
         ("an MoE block of Qwen3-30B-A3B: forward and backward", 102, 19.9, 12.4),
         ("an MoE block of Qwen3-30B-A3B: the same of a later micro-batch", 100, 18.6, 11.4),
         ("an MoE block of Qwen3-30B-A3B, weights in bf16: forward and backward", 96, 16.1, 10.9),
