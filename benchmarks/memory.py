@@ -133,7 +133,12 @@ class EarlyFree(Experts):
     products keep their inputs and outputs."""
 
     def forward(
-        self, x_RD: Tensor, experts_RK: Tensor, weights_RK: Tensor, num_pairs: int | None = None
+        self,
+        x_RD: Tensor,
+        experts_RK: Tensor,
+        weights_RK: Tensor,
+        num_pairs: int | None = None,
+        received: object = None,
     ) -> Tensor:
         routed = plan_route(experts_RK, len(self.down_proj), num_pairs=num_pairs)
         rows_GD = padded_index_gather(x_RD, routed.token_G, 1)

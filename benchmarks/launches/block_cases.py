@@ -155,7 +155,7 @@ def _part(
     if weight_dtype == "bfloat16":
         narrow_product_weights(part, torch.bfloat16)
     if fp8:
-        compute_in_fp8(part, device, keeps_rows=False)
+        compute_in_fp8(part, device)
     return part
 
 

@@ -58,7 +58,7 @@ def gradient_errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple
 
 def _errors(pair: Pair) -> tuple[float, float]:
     tokens, errors = pair.tokens(), list[float]()
-    compute_in_fp8(pair.engine.part, pair.mesh.device, keeps_rows=pair.mesh.ep > 1)
+    compute_in_fp8(pair.engine.part, pair.mesh.device)
     pair.run(tokens)
     for in_fp8 in (True, False):
         use_fp8(pair.plain, in_fp8)

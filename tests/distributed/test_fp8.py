@@ -18,6 +18,7 @@ from tiny_training import make_config, start, write_texts
 
 from lather.config.config import Config
 from lather.memory.dry_run import dry_run
+from lather.memory.work import MICRO_BATCHES
 from lather.memory.workers import Assumed, worker_processes
 
 BF16: dict[str, Any] = {
@@ -81,22 +82,27 @@ def test_planned_peaks_in_fp8(parallel: dict[str, Any], options: dict[str, Any])
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.grid), "gpu"])
-def test_received_rows_are_kept_in_half_of_the_bytes(device: Any) -> None:
+def test_received_rows_travel_and_are_kept_in_half_of_the_bytes(device: Any) -> None:
     """128 values and a scale in place of 128 numbers in bf16; and a byte for each weight of an
     expert, with a scale for each 128 x 128, in place of two. The first of three blocks is dense."""
     config = run_config(
         precision="bf16", layers=3, length=280, parallel={"ep": 2}, memory="recompute"
     )
     with worker_processes() as pool:
-        wide, narrow = (
-            pool.submit(dry_run, each, 2, Assumed(device), 0).result().largest
+        runs = [
+            pool.submit(dry_run, each, 2, Assumed(device), 0).result()
             for each in (config, in_fp8(config))
-        )
+        ]
+    wide, narrow = (run.largest for run in runs)
     # of 2 x 280 tokens of each rank, those that have one of 2 experts on a rank with 4 of 8
     rows = 2 * round(2 * 280 * (1 - 4 / 8 * 3 / 7))
     saved, weights = (
         int(wide.of_kind(kind).max() - narrow.of_kind(kind).max())
         for kind in ("activations", "rounded weights")
     )
-    assert saved == 2 * rows * (2 * 128 - 128 - 4)
+    # the input that takes the gradient is one number in each block
+    assert saved == 2 * rows * (2 * 128 - 128 - 4) - 2 * 2
     assert weights == 2 * 4 * (3 * 128 * 64 - 4 * 2)
+    traveled, in_fp8_traveled = (run.work[MICRO_BATCHES].experts for run in runs)
+    # in each of the four micro-batches of a step
+    assert traveled - in_fp8_traveled == 4 * 2 * rows * (2 * 128 - 128 - 4)

@@ -89,11 +89,14 @@ class Case:
         )
         return {"y": y_TD.detach(), **dict(zip(inputs, grads, strict=True))}
 
-    def run(self, *, in_fp8: bool = True, keeps: bool = False, memory: str = "saved") -> Tensor:
-        self.module.memory = memory
-        self.module.in_fp8, self.module.keeps_fp8_rows = in_fp8, keeps
+    def run(self, *, in_fp8: bool = True, received: bool = False, memory: str = "saved") -> Tensor:
+        """With `received` x is given in FP8, and the input has no number."""
+        self.module.memory, self.module.in_fp8 = memory, in_fp8
+        x_TD, rows = self.x_TD, None
+        if received:
+            x_TD, rows = x_TD + torch.nan, self.module.rounded_input(x_TD.detach())
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y_TD: Tensor = self.module(self.x_TD, self.experts_TK, self.weights_TK)
+            y_TD: Tensor = self.module(x_TD, self.experts_TK, self.weights_TK, received=rows)
         return y_TD
 
     def expected(self) -> dict[str, Tensor]:
@@ -185,39 +188,33 @@ def test_experts_without_rows_get_zeros_and_padded_runs_change_nothing(
 
 
 @pytest.mark.parametrize("memory", ["saved", "recompute"])
-def test_kept_rows_give_the_bits_of_rows_that_are_converted_again(memory: str) -> None:
+def test_received_rows_give_the_bits_of_rows_that_are_converted_here(memory: str) -> None:
     case = Case()
-    again = case.results(case.run(memory=memory))
-    kept = case.results(case.run(keeps=True, memory=memory))
-    assert all(kept[name].equal(again[name]) for name in again)
+    here = case.results(case.run(memory=memory))
+    received = case.results(case.run(received=True, memory=memory))
+    assert all(received[name].equal(here[name]) for name in here)
 
 
-def test_the_rows_are_kept_in_fp8_alone_and_may_be_freed() -> None:
+def test_received_rows_are_saved_in_fp8_alone() -> None:
     case, saved = Case(), list[Tensor]()
-    case.x_TD = case.x_TD.detach().bfloat16().requires_grad_()
-    expected = case.results(case.run())
 
     def save(x: Tensor) -> Tensor:
         saved.append(x)
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-        y = case.run(keeps=True, memory="recompute")
+        case.run(received=True, memory="recompute")
     of_rows = [x for x in saved if x.is_floating_point() and len(x) == T]
     assert sum(x.nbytes for x in of_rows) == T * (D + 4 * 2) + case.weights_TK.nbytes
-    with torch.no_grad():
-        case.x_TD.fill_(torch.nan)
-    found = case.results(y)
-    assert all(found[name].equal(expected[name]) for name in expected if name != "y")
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_deferred_weight_gradients_hold_rows_in_fp8_and_have_the_same_bits(keeps: bool) -> None:
+@pytest.mark.parametrize("received", [False, True])
+def test_deferred_weight_gradients_hold_rows_in_fp8_and_have_the_same_bits(received: bool) -> None:
     case, queue = Case(), WeightGradients()
-    expected = case.results(case.run(keeps=keeps))
+    expected = case.results(case.run(received=received))
     defer_weight_gradients(case.module, queue)
     queue.deferring = True
-    (case.run(keeps=keeps) * case.cotangent).sum().backward()
+    (case.run(received=received) * case.cotangent).sum().backward()
     held = [
         argument
         for entry in queue.entries

@@ -117,8 +117,8 @@ class LoopConfig:
     fp8: Literal["none", "block"] = "none"
     """block: the routed experts' products, forward and for the gradients of their inputs, multiply
     in FP8 (e4m3), with a scale for each 128 elements of a row and 128 x 128 of a weight; needs bf16
-    precision, and a GPU of compute capability 8.9 or newer. Received rows are then kept in FP8.
-    Weight gradients and all other products stay in bf16."""
+    precision, and a GPU of compute capability 8.9 or newer. Rows travel to experts on other ranks,
+    and are kept there, in FP8. Weight gradients and all other products stay in bf16."""
     rounded_weights: Literal["step", "block", "product"] = "step"
     """When bf16 training rounds the weights. step: once per step, which takes 2 more bytes per
     weight that the rank alone has. block: before each pass through a block, which takes 2 bytes per

@@ -78,7 +78,7 @@ class Engine:
         """Makes the schedule of a step by its number of micro-batches, which may grow."""
         prepare_experts(part, moe, mesh.data_group, mesh.context)
         if loop.fp8 == "block":
-            compute_in_fp8(part, mesh.device, keeps_rows=mesh.ep > 1)
+            compute_in_fp8(part, mesh.device)
         if loop.weight_dtype == "bfloat16":
             narrow_product_weights(part, torch.bfloat16)
         queue = WeightGradients()

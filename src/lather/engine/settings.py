@@ -33,10 +33,8 @@ def weights_dtype(config: Config) -> torch.dtype:
     return torch.float64 if config.train.precision == "fp64" else torch.float32
 
 
-def compute_in_fp8(model: nn.Module, device: torch.device, *, keeps_rows: bool) -> None:
-    """Have the routed experts compute in FP8, and with `keeps_rows` keep their input in FP8 alone,
-    for rows that were received and that nothing else reads. Raises ConfigError for a device that
-    cannot."""
+def compute_in_fp8(model: nn.Module, device: torch.device) -> None:
+    """Have the routed experts compute in FP8. Raises ConfigError for a device that cannot."""
     if not multiplies_in_fp8(device):
         name = gpu_module(device).get_device_name(device) if is_nvidia(device) else device.type
         raise ConfigError(
@@ -46,7 +44,7 @@ def compute_in_fp8(model: nn.Module, device: torch.device, *, keeps_rows: bool) 
         )
     for module in model.modules():
         if isinstance(module, Experts):
-            module.in_fp8, module.keeps_fp8_rows = True, keeps_rows
+            module.in_fp8 = True
 
 
 def prepare_experts(

@@ -11,7 +11,8 @@ weighted sum per token.
                               <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is
                               computed anyway
 
-With `in_fp8` the products are in FP8 (`lather.models.scaled_products`).
+With `in_fp8` the products are in FP8 (`lather.models.scaled_products`). If x
+was received in FP8, that is what is saved; otherwise x is, and backward rounds it again.
 With memory="recompute" gate/up is not saved either, which costs another gather and product in
 backward. memory="reference" is the plain formula in plain autograd, against which the others are
 tested. Adapters (`lather.models.lora`) save nothing: backward recomputes their products.
@@ -69,9 +70,6 @@ class Experts(Deferrable, Rounding, nn.Module):
     in_fp8 = False
     """Whether gate/up, down and the gradients of their inputs are products in FP8 with block
     scales; only without adapters, and not with memory="reference"."""
-    keeps_fp8_rows = False
-    """Whether backward reads x from a copy in FP8, so that its caller may free x after forward;
-    otherwise the copy is made again."""
     gate_up_lora: Adapter | None
     down_lora: Adapter | None
 
@@ -105,12 +103,14 @@ class Experts(Deferrable, Rounding, nn.Module):
         experts_RK: Int[Tensor, "r k"],
         weights_RK: Float[Tensor, "r k"],
         num_pairs: int | None = None,
+        received: BlockScaled | None = None,
     ) -> Float[Tensor, "r d"]:
         """Compute the sum over k of weights[r, k] * expert[r, k](x[r]); an expert of -1 is on
         another rank and adds nothing.
 
         `num_pairs`: number of experts that are not -1, if the host knows it; None: memory for all
-        of them is allocated.
+        of them is allocated. `received`: x in FP8; `x_RD` then has its dtype and takes its
+        gradient, but is not read.
         """
         if self.memory == "reference":
             return self.reference_forward(x_RD, experts_RK, weights_RK)
@@ -135,10 +135,13 @@ class Experts(Deferrable, Rounding, nn.Module):
             self.gate,
             tuple(scales),
             self.in_fp8,
-            self.keeps_fp8_rows,
         )
         with no_autocast(x_RD):
-            return _RoutedExperts.apply(x_RD, weights_RK, call, route, *parameters)  # type: ignore[no-untyped-call]
+            return _RoutedExperts.apply(x_RD, weights_RK, received, call, route, *parameters)  # type: ignore[no-untyped-call]
+
+    def rounded_input(self, x_RD: Float[Tensor, "r d"]) -> Rows:
+        """Return x as it may travel, so that the products read what they would read of x."""
+        return scaled_rows(x_RD.to(torch.bfloat16)) if self.in_fp8 else x_RD
 
     def reference_forward(
         self,
@@ -189,7 +192,6 @@ class _Call(GatedCall):
     scales: tuple[float, ...]
     """alpha / rank of the adapters of gate/up and of down."""
     in_fp8: bool
-    keeps_fp8_rows: bool
 
     def operand(self, x: Rows) -> Rows:
         """Round rows for the products that read them."""
@@ -235,21 +237,21 @@ class _RoutedExperts(torch.autograd.Function):
         ctx: Any,
         x_RD: Tensor,
         weights_RK: Tensor,
+        received: BlockScaled | None,
         call: _Call,
         route: Route,
         *parameters: Tensor | None,
     ) -> Tensor:
         gate_up, down = call.stacks(route.end_E, parameters)
-        x = call.operand(x_RD)
+        x = call.operand(x_RD) if received is None else received
         gate_up_GH = gate_up.linear(x, route.token_G)
         activation = scaled_gate_forward if call.in_fp8 else gate_forward
         y_GD = down.linear(activation(gate_up_GH, call.gate))
         y_RD = combine_forward(y_GD, route.row_TK, weights_RK)
         saved_GH = gate_up_GH if call.keep_gate_up else None
         ctx.call, ctx.parameters, ctx.dtype = call, parameters, x_RD.dtype
-        of_fp8 = x if isinstance(x, BlockScaled) and call.keeps_fp8_rows else None
         ctx.save_for_backward(
-            *((x_RD, None) if of_fp8 is None else of_fp8),
+            *((x_RD, None) if received is None else received),
             weights_RK,
             saved_GH,
             route.token_G,
@@ -273,7 +275,7 @@ class _RoutedExperts(torch.autograd.Function):
         x, grad_RD = call.saved_input(x_RD, scales), grad_RD.to(call.dtype)
         if gate_up_GH is None:
             gate_up_GH = gate_up.linear(call.operand(x), token_G)
-        needs_x, _, _, _, *needs = ctx.needs_input_grad
+        needs_x, _, _, _, _, *needs = ctx.needs_input_grad
         gradient = partial(_gradient, call.queue, ctx.parameters, needs)
         of_gate_up: list[Tensor | None] = [None] * 4
         of_down: list[Tensor | None] = [None] * 4
@@ -315,7 +317,7 @@ class _RoutedExperts(torch.autograd.Function):
             of_gate_up[2:] = gate_up.factor_gradients(grad_gate_up_GH, x_GD)
             del x_GD
         of_gate_up[1] = gradient(1, partial(grouped_sum, grad_gate_up_GH, end_E))
-        return grad_x_RD, grad_weights_RK, None, None, *of_gate_up, *of_down
+        return grad_x_RD, grad_weights_RK, None, None, None, *of_gate_up, *of_down
 
 
 def _gradient(

@@ -7,7 +7,7 @@ routing, shared experts that get every token. No token is ever dropped; an exper
 An `Exchange` sends tokens to the ranks of their experts, and the partial sums of each rank back. A
 token is sent to a rank only once, even if several of its experts are there: that rank copies its
 row for each expert, and weights and sums the results. So the tensors that are sent and saved are
-(R, D), never (T * K, D). With a single rank nothing is sent.
+(R, D), never (T * K, D). With a single rank nothing is sent. Rows in FP8 travel with their scales.
 
 Letters: T tokens of this rank, R tokens that this rank's experts receive, D hidden size, E experts,
 K experts per token.
@@ -26,6 +26,7 @@ from lather.models.gated_mlp import GatedMLP
 from lather.models.layers import Linear
 from lather.models.pending import Pending
 from lather.models.routing import Router, Routing
+from lather.models.scaled_products import Rows
 from lather.shapes import Float, Int
 
 
@@ -33,7 +34,8 @@ from lather.shapes import Float, Int
 class Dispatched:
     """Tokens on the rank of their experts."""
 
-    x_RD: Float[Tensor, "r d"]
+    x_RD: Rows
+    """In FP8 if they were sent in it."""
     experts_RK: Int[Tensor, "r k"]
     """Numbers of the experts among those of this rank; -1 for experts on other ranks, and for
     padding."""
@@ -74,11 +76,10 @@ class Exchange:
         """Start to exchange the numbers of rows, which ranks need before they can send rows."""
         return Pending(lambda: None)
 
-    def start_dispatch(
-        self, x_TD: Tensor, routing: Routing, plan: Any = None
-    ) -> Pending[Dispatched]:
-        """`plan`: the result of `start_plan` for this routing; None: this method exchanges the
-        numbers itself, and waits for them."""
+    def start_dispatch(self, x_TD: Rows, routing: Routing, plan: Any = None) -> Pending[Dispatched]:
+        """`x_TD` is in FP8 only if there are several ranks. `plan`: the result of `start_plan` for
+        this routing; None: this method exchanges the numbers itself, and waits for them."""
+        assert isinstance(x_TD, Tensor), "nothing is sent, so nothing may be rounded"
         dispatched = self.dispatch(x_TD, routing)
         return Pending(lambda: dispatched)
 

@@ -4,7 +4,8 @@ Gate/up, down and the gradients of their inputs multiply operands that are round
 once per step, rows of tokens by a pass of their own, so that products look them up by number, and
 rows of experts by the kernels that compute them. All else stays as it is: results are in bf16, and
 the gradients of weights are products in bf16 with fp32 sums. That of gate/up reads its input as the
-product did, rounded to e4m3, on every mesh; so received rows are kept in FP8 alone.
+product did, rounded to e4m3, on every mesh; so rows travel to experts on other ranks, and are kept
+there, in FP8 alone.
 
 Letters: R rows, G rows grouped by expert, E experts, I input and O output size."""
 

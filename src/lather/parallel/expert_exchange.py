@@ -17,7 +17,8 @@ between nodes (arXiv:2412.19437, section 3.2.2).
                                                           each slot from its rank: (T, K)
 
 Rows are sent in the dtype in which they are given, in both directions, and summed in fp32 (fp64 for
-fp64), slots in order, rounded once.
+fp64), slots in order, rounded once. Rows in FP8 are sent as bytes, which become the result without
+a copy; their scales, of which each is that of 128 elements, travel in the integer buffer.
 
 Between forward and backward only indices are kept (`exchange_plan.DispatchHandle`); every buffer is
 freed once its rows have arrived or been summed.
@@ -28,7 +29,7 @@ or the others wait forever. With the differentiable functions this holds for the
 well, so the loss has to depend on the result either on every rank or on none.
 
 Letters: T tokens of this rank, R rows that it receives, S rows that it sends, D hidden size, K
-experts per token, P ranks."""
+experts per token, B blocks of scales of a row, P ranks."""
 
 from __future__ import annotations
 
@@ -41,12 +42,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lather.device import Read, gpu_module, is_gpu, read
+from lather.kernels.block_scaled import DTYPE, BlockScaled
 from lather.kernels.combine import combine_forward
 from lather.kernels.exchange_plan import pack_routing, slots_from_sent, unpack_routing
-from lather.kernels.gather import padded_index_gather
+from lather.kernels.gather import gather_rows
 from lather.models.moe import Dispatched, Exchange
 from lather.models.pending import Pending
 from lather.models.routing import Routing
+from lather.models.scaled_products import Rows
 from lather.parallel.exchange_plan import DispatchHandle, ExchangePlan
 from lather.profiled import profiled
 from lather.shapes import Float
@@ -141,10 +144,14 @@ class ExpertExchange(Exchange):
     @torch.no_grad()
     @profiled("exchange.dispatch")
     def start_dispatch(
-        self, x_TD: Float[Tensor, "t d"], routing: Routing, plan: DispatchHandle | None = None
+        self, x_TD: Rows, routing: Routing, plan: DispatchHandle | None = None
     ) -> Pending[Dispatched]:
         """Start to send tokens. Raises ValueError, before anything is sent, if `routing` has
         another number of tokens, and as `start_plan` does."""
+        scales_TB = None
+        if isinstance(x_TD, BlockScaled):
+            scales_TB = x_TD.scales
+            x_TD = x_TD.values.view(torch.uint8)
         if not len(x_TD) == len(routing.experts_TK) == len(routing.weights_TK):
             raise ValueError(
                 f"{len(x_TD)} tokens, but experts for {len(routing.experts_TK)} and weights for "
@@ -159,16 +166,23 @@ class ExpertExchange(Exchange):
             handle.row_TK,
             self.num_local_experts,
         )
+        numbers, dtype = packed.shape[1], routing.weights_TK.dtype
+        if scales_TB is not None:
+            bits_SB = gather_rows(scales_TB, handle.token_S).view(torch.int32)
+            packed = torch.cat([packed, bits_SB.to(packed.dtype)], dim=1)
         packed_arriving = self._send(packed, handle)
-        x_arriving = self._send(_rows_to_send(x_TD, handle), handle)
-        dtype = routing.weights_TK.dtype
+        x_arriving = self._send(gather_rows(x_TD, handle.token_S), handle)
+        is_fp8 = scales_TB is not None
 
         def finish() -> Dispatched:
             packed, x_RD = packed_arriving.wait(), x_arriving.wait()
+            rows: Rows = x_RD
             with profiled("exchange.dispatch"):
-                experts_RK, weights_RK = unpack_routing(packed, dtype)
+                experts_RK, weights_RK = unpack_routing(packed[:, :numbers], dtype)
+                if is_fp8:
+                    rows = BlockScaled(x_RD.view(DTYPE), _scales_of(packed[:, numbers:]))
             self.free_buffer(packed)
-            return Dispatched(x_RD, experts_RK, weights_RK, handle, handle.num_pairs)
+            return Dispatched(rows, experts_RK, weights_RK, handle, handle.num_pairs)
 
         return Pending(finish)
 
@@ -191,7 +205,7 @@ class ExpertExchange(Exchange):
         there are T gradients."""
         _check_rows(grad_TD, len(handle.row_TK))
         record_use(handle.token_S)
-        return self._send(_rows_to_send(grad_TD, handle), handle)
+        return self._send(gather_rows(grad_TD, handle.token_S), handle)
 
     @torch.no_grad()
     @profiled("exchange.dispatch_backward")
@@ -256,7 +270,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, routing: Routing, exchange: ExpertExchange
-    ) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
+    ) -> tuple[Any, ...]:
         dispatched = exchange.start_dispatch(x_TD, routing).wait()
         _save_handle(ctx, exchange, dispatched.handle)
         ctx.mark_non_differentiable(dispatched.experts_RK)
@@ -297,8 +311,10 @@ def _saved_handle(ctx: Any) -> DispatchHandle:
     return DispatchHandle(*ctx.saved_tensors, *ctx.splits)
 
 
-def _rows_to_send(x_TD: Tensor, handle: DispatchHandle) -> Tensor:
-    return padded_index_gather(x_TD, handle.token_S, 1, checked=False)
+def _scales_of(bits_RB: Tensor) -> Tensor:
+    """Return the scales with these bits, as a copy."""
+    bits_RB = bits_RB.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+    return bits_RB.view(torch.float32)
 
 
 def _check_rows(rows: Tensor, expected: int) -> None:

@@ -9,13 +9,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from lather.kernels.block_scaled import BlockScaled
 from lather.kernels.cross_entropy import divided
 from lather.kernels.linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from lather.models.moe import MoE
 from lather.models.mtp import MultiTokenPrediction
 from lather.models.saving.embedding_gradient import look_up
+from lather.models.scaled_products import Rows
 from lather.pipeline.chunk import MicroBatch
 from lather.pipeline.tape import Outputs
+from lather.shapes import Float
 
 
 def head_loss(norm: nn.Module, head: nn.Linear, batch: MicroBatch, x_BSD: Tensor) -> Outputs:
@@ -53,10 +56,25 @@ def embed_tokens(embedding: nn.Embedding, tokens_BS: Tensor) -> Outputs:
     return (look_up(embedding.weight, tokens_BS),)
 
 
+def input_of_experts(
+    rows: Rows, dtype: torch.dtype
+) -> tuple[Float[Tensor, "r d"], BlockScaled | None]:
+    """Return the experts' input, whose gradient is in `dtype`. Rows in FP8 are returned beside it,
+    for autograd would round their gradient; it then has no values, and one element of memory."""
+    if isinstance(rows, BlockScaled):
+        return rows.scales.new_empty((), dtype=dtype).expand(rows.values.shape), rows
+    return rows, None
+
+
 def run_experts(
-    moe: MoE, experts_RK: Tensor, num_pairs: int | None, x_RD: Tensor, weights_RK: Tensor
+    moe: MoE,
+    experts_RK: Tensor,
+    num_pairs: int | None,
+    received: BlockScaled | None,
+    x_RD: Tensor,
+    weights_RK: Tensor,
 ) -> Outputs:
-    return (moe.experts(x_RD, experts_RK, weights_RK, num_pairs),)
+    return (moe.experts(x_RD, experts_RK, weights_RK, num_pairs, received),)
 
 
 def combine_embedding(

@@ -18,9 +18,9 @@ segment (`lather.pipeline.tape`).
 
 Kept per MoE block and token: the activations that attention and the norms keep (the normed rows are
 recomputed from the residual), the router's scores, gate/up of the experts, and indices; under
-expert parallelism also the received rows (D each; with `train.fp8` in FP8). The experts' outputs
-and combined sums are freed as soon as they are added. Under autocast, rows and their gradients
-travel in its dtype, to which the experts would round them anyway.
+expert parallelism also the received rows (D each). The experts' outputs and combined sums are freed
+as soon as they are added. Under autocast, rows and their gradients travel in its dtype, to which
+the experts would round them anyway; with `train.fp8` rows travel, and are kept, in FP8.
 
 Letters: B sequences, S positions, T = B * S tokens, D hidden size, R tokens at this rank's experts,
 K experts per token.
@@ -51,6 +51,7 @@ from lather.pipeline.segment_functions import (
     combine_embedding,
     embed_tokens,
     head_loss,
+    input_of_experts,
     router_loss_gradients,
     run_experts,
 )
@@ -214,25 +215,31 @@ class Segments(SegmentRunner):
         routings.append(RoutingSummary(routing.count_E, routing.balance_loss))
         planning = self.exchange.start_plan(routing)
         yield
+        x_TD = self._cast_for_exchange(normed_TD)
         traveling = self.exchange.start_dispatch(
-            self._cast_for_exchange(normed_TD), routing, planning.wait()
+            x_TD if self.exchange.num_ranks == 1 else block.mlp.experts.rounded_input(x_TD),
+            routing,
+            planning.wait(),
         )
+        dtype = x_TD.dtype
+        del x_TD
         shared, shared_TD = self._shared(block.mlp, attended)
         yield
         dispatched = traveling.wait()
-        compute = partial(run_experts, block.mlp, dispatched.experts_RK, dispatched.num_pairs)
+        x_RD, received = input_of_experts(dispatched.x_RD, dtype)
+        compute = partial(
+            run_experts, block.mlp, dispatched.experts_RK, dispatched.num_pairs, received
+        )
         experts, (partial_RD,) = self._run(
-            "experts", compute, dispatched.x_RD, dispatched.weights_RK, reads=attended
+            "experts", compute, x_RD, dispatched.weights_RK, reads=attended
         )
         self._was_read(attended, tape, experts, shared)
-        if block.mlp.experts.keeps_fp8_rows:
-            self.frees.release(dispatched.x_RD, *experts.kept_inputs, held=tape.held)
         traveling_back = self.exchange.start_combine(partial_RD, dispatched.handle)
         shared_rows = attended.shared_TD is not None
         block_tape = BlockTape(
             attend, experts, shared, routing.losses, shared_rows, dispatched.handle
         )
-        del attended, normed_TD, routing, planning, dispatched, compute
+        del attended, normed_TD, routing, planning, dispatched, x_RD, received, compute
         yield
         sum_TD = traveling_back.wait()
         self.frees.release(partial_RD, sum_TD, held=tape.held)

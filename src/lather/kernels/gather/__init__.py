@@ -24,6 +24,12 @@ from lather.shapes import Float, Int
 
 
 @torch.no_grad()
+def gather_rows(x: Tensor, index: Int[Tensor, " g"]) -> Tensor:
+    """Return x[index] for rows of any dtype, also of bytes, without autograd or checks."""
+    return run(reference.gather_rows, x, index)
+
+
+@torch.no_grad()
 def add_rows(
     grad: Float[Tensor, "g d"], index: Int[Tensor, " g"], num_rows: int
 ) -> Float[Tensor, "n d"]:
