@@ -9,7 +9,7 @@ two calls of nine, whatever hangs.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,17 +80,22 @@ def all_parts(device: str, folder: Path, *, small: bool) -> list[MeasuredPart]:
 
     kernels = "every kernel against its reference, and against a device copy or a matrix product"
     peers = "optimizer steps against heavyball and pytorch_optimizer"
-    absent = [peer for peer in PEERS if importlib.util.find_spec(peer) is None]
-    note = f"without {' and '.join(absent)}, not installed here" if absent else ""
+    in_fp8 = "experts' products in FP8 against torch's in bf16 and in FP8, and DeepGEMM's"
     tests = ("-m", "benchmarks.gpu.tests", "--seconds", "165")
     return [
-        work("kernels", kernels, 60),
+        work("kernels", kernels, 45),
         MeasuredPart("tests", "tests/gpu, all files at the same time", tests, 180, TESTS),
-        training("adamw", "AdamW", 60),
+        training("adamw", "AdamW", 56),
         training("adamw-graph", "AdamW, its passes a CUDA graph", 34),
         training("soap_muon", "SOAP-Muon", 75),
         work("refresh", "the batched refresh of 96 factors against one by one", 60),
-        work("block", "a decoder block against plain PyTorch", 40, TRAINER),
+        work("block", "a decoder block against plain PyTorch", 30, TRAINER),
         training("muon", "Muon", 60),
-        work("optimizer", peers, 90, note=note),
+        work("optimizer", peers, 90, note=_without(PEERS)),
+        work("fp8", in_fp8, 30, note=_without(("deep_gemm",))),
     ]
+
+
+def _without(peers: Sequence[str]) -> str:
+    absent = [peer for peer in peers if importlib.util.find_spec(peer) is None]
+    return f"without {' and '.join(absent)}, not installed here" if absent else ""

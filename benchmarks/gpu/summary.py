@@ -115,6 +115,21 @@ def _block(rows: Sequence[Row]) -> str:
     )
 
 
+def _fp8(rows: Sequence[Row]) -> str:
+    products: dict[str, list[str]] = {}
+    for row in rows:
+        config = row["config"]
+        if config["contestant"] == row["baseline"]:
+            rate = f"{row['flops_per_second'] / 1e12:,.1f} Tflop/s"
+            text = f"{config['contestant']} in bf16 {measured_ms(row):.1f} ms ({rate})"
+        elif "absent" in row:
+            text = f"without {config['contestant']}: {row['absent']}"
+        else:
+            text = f"{config['contestant']} {row['times_of_bf16']:.2f} of its time"
+        products.setdefault(config["product"], []).append(text)
+    return "; ".join(f"{name}: {', '.join(texts)}" for name, texts in products.items())
+
+
 def _optimizer(rows: Sequence[Row]) -> str:
     times: dict[str, list[float]] = {}
     for row in rows:
@@ -141,6 +156,7 @@ DESCRIBE: dict[str, Callable[[Sequence[Row]], str]] = {
     "kernels": _kernels,
     "refresh": _refresh,
     "block": _block,
+    "fp8": _fp8,
     "optimizer": _optimizer,
     "training": _training,
 }

@@ -19,6 +19,7 @@ MODULES = {
     "kernels": "benchmarks.kernels",
     "refresh": "benchmarks.gpu.refresh",
     "block": "benchmarks.gpu.block",
+    "fp8": "benchmarks.gpu.fp8",
     "training": "benchmarks.gpu.training",
 }
 """The module of each part. It has `rows(settings, contestant)`, which yields rows and raises

@@ -21,7 +21,7 @@ import torch
 from benchmarks import kernels
 from benchmarks.check import CheckError
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import needs, training
+from benchmarks.gpu import fp8, needs, training
 from benchmarks.gpu import runner as runner_module
 from benchmarks.gpu import tests as together
 from benchmarks.gpu.clock import DeviceRates, peak_flops
@@ -357,7 +357,7 @@ def test_the_command_needs_the_standard_library_alone_to_say_what_is_missing() -
 # --- the work of the parts ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["kernels", "refresh", "block"])
+@pytest.mark.parametrize("name", ["kernels", "refresh", "block", "fp8"])
 def test_rehearsal(name: str, tmp_path: Path) -> None:
     assert main([name, "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
     rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
@@ -366,6 +366,41 @@ def test_rehearsal(name: str, tmp_path: Path) -> None:
         row.keys() >= {"commit", "hardware", "versions", "config", "baseline", "check"}
         for row in rows
     )
+
+
+def test_peers_in_fp8_are_measured_or_named_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, runner: Runner
+) -> None:
+    """Torch has no kernel for it on a CPU; a peer whose product is 1 % too large is not timed."""
+    ours = fp8.CONTESTANTS["lather"]
+
+    def times(factor: float) -> Callable[[fp8.ExpertOperands], fp8.ExpertProduct]:
+        def make(given: fp8.ExpertOperands) -> fp8.ExpertProduct:
+            product = ours(given)
+            return replace(product, run=lambda: factor * product.run())
+
+        return make
+
+    for name, factor in {"deep_gemm": 1.0, "scaled_grouped_mm": 1.01}.items():
+        monkeypatch.setitem(fp8.CONTESTANTS, name, times(factor))
+    found = list(fp8.rows(Settings(CPU, small=True), ""))
+    absent = {row["config"]["contestant"]: row["absent"] for row in found if "absent" in row}
+    assert absent.keys() == {"scaled_grouped_mm", "scaled_grouped_mm, fast"}
+    assert absent["scaled_grouped_mm"].startswith("CheckError: down: differs from its fp32 product")
+    (runner.folder / "fp8.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    text = result("fp8", PartOutcome("done", 1.0, 0, ""), runner)
+    assert text.startswith("gate/up: grouped_mm in bf16 ")
+    assert "without scaled_grouped_mm, fast: " in text
+    assert "deep_gemm " in text.partition("; down: ")[2]
+    monkeypatch.setitem(fp8.CONTESTANTS, "lather", times(1.01))
+    with pytest.raises(CheckError, match="gate/up"):
+        list(fp8.rows(Settings(CPU, small=True), ""))
+
+
+def test_a_peer_that_is_not_installed_is_named() -> None:
+    missing = ModuleNotFoundError("No module named 'deep_gemm'", name="deep_gemm")
+    assert fp8.reason(missing) == "deep_gemm is not installed"
+    assert fp8.reason(RuntimeError("only for B\nat line 3")) == "RuntimeError: only for B"
 
 
 @pytest.mark.grid
