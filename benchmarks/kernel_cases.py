@@ -175,6 +175,9 @@ def _gather(s: ModelSizes) -> Calls:
 
     yield gather_rows, s.tokens(s.d), _integers(s.g)
     yield gather_rows, s.tokens(s.d), _on_meta(s.g, dtype=torch.int32)
+    rows = _scaled(s.t, s.d)
+    for x in (rows.values.view(torch.uint8), rows.scales):
+        yield gather_rows, x, _on_meta(s.g, dtype=torch.int32)
     yield add_rows, s.rows(s.d), _integers(s.g), s.t
 
 
