@@ -138,7 +138,7 @@ class EarlyFree(Experts):
         experts_RK: Tensor,
         weights_RK: Tensor,
         num_pairs: int | None = None,
-        received: object = None,
+        received: object = None,  # only with FP8
     ) -> Tensor:
         routed = plan_route(experts_RK, len(self.down_proj), num_pairs=num_pairs)
         rows_GD = padded_index_gather(x_RD, routed.token_G, 1)

@@ -1,5 +1,5 @@
 """Runs `lather` with products of 16-bit matrices formed in fp32 and rounded once, as tensor cores
-do, on CPUs that have no instructions for them and take ten times as long otherwise:
+do, on CPUs that have no instructions for them, whose own products take ten times as long:
 
     python -m benchmarks.wide_products bench convergence run benchmarks/studies/fp8.toml
 

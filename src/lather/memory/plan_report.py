@@ -94,7 +94,7 @@ def remarks(plan: MemoryPlan, memory: int | None, machine: int = 8) -> list[str]
         )
     if plan.config.train.fp8 == "block":
         rounded = timeline.of_kind("rounded weights").max()
-        received = ", rows travel to them in it and are kept so" * (plan.config.parallel.ep > 1)
+        received = ", rows are sent to them, and kept, in it" * (plan.config.parallel.ep > 1)
         lines.append(
             f"experts multiply in FP8{received}; weights rounded for products take at most "
             f"{_in(int(rounded), scale)} {unit}"

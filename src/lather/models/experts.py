@@ -11,11 +11,11 @@ weighted sum per token.
                               <dy_g, W_down h_g> = <W_down^T dy_g, h_g>, and the left factor is
                               computed anyway
 
-With `in_fp8` the products are in FP8 (`lather.models.scaled_products`). If x
-was received in FP8, that is what is saved; otherwise x is, and backward rounds it again.
-With memory="recompute" gate/up is not saved either, which costs another gather and product in
-backward. memory="reference" is the plain formula in plain autograd, against which the others are
-tested. Adapters (`lather.models.lora`) save nothing: backward recomputes their products.
+With `in_fp8` the products are in FP8 (`lather.models.scaled_products`). If x was received in FP8,
+that is what is saved; otherwise x is, and backward rounds it again. With memory="recompute" gate/up
+is not saved either, which costs another gather and product in backward. memory="reference" is the
+plain formula in plain autograd, against which the others are tested. Adapters
+(`lather.models.lora`) save nothing: backward recomputes their products.
 
 Letters: R tokens on this rank, D hidden size, E experts on this rank, K experts per token, F
 intermediate size, G rows grouped by expert."""
@@ -109,10 +109,11 @@ class Experts(Deferrable, Rounding, nn.Module):
         another rank and adds nothing.
 
         `num_pairs`: number of experts that are not -1, if the host knows it; None: memory for all
-        of them is allocated. `received`: x in FP8; `x_RD` then has its dtype and takes its
-        gradient, but is not read.
+        of them is allocated. `received`: x in FP8; `x_RD` then only has the dtype of x
+        and takes its gradient, and its values are not read.
         """
         if self.memory == "reference":
+            assert received is None
             return self.reference_forward(x_RD, experts_RK, weights_RK)
         dtype = torch.bfloat16 if self.in_fp8 else compute_dtype(x_RD)
         route = plan_route(
@@ -140,7 +141,8 @@ class Experts(Deferrable, Rounding, nn.Module):
             return _RoutedExperts.apply(x_RD, weights_RK, received, call, route, *parameters)  # type: ignore[no-untyped-call]
 
     def rounded_input(self, x_RD: Float[Tensor, "r d"]) -> Rows:
-        """Return x as it may travel, so that the products read what they would read of x."""
+        """Return x in the format in which it is sent to experts on other ranks; products of it have
+        the bits of those of x."""
         return scaled_rows(x_RD.to(torch.bfloat16)) if self.in_fp8 else x_RD
 
     def reference_forward(
@@ -203,8 +205,8 @@ class _Call(GatedCall):
     def gate_gradients(
         self, grad_h_GF: Tensor, gate_up_GH: Tensor, weight_G: Tensor
     ) -> tuple[Tensor, Rows, Tensor, Tensor]:
-        """Return what `gate_backward` does, and after the gradient of gate/up the same for the
-        product that reads it."""
+        """Return the gradient of gate/up, the same as the product of the input's gradient reads it,
+        h, and the gradient of the rows' weights."""
         in_fp8 = empty_rows(gate_up_GH, gate_up_GH.shape[1]) if self.in_fp8 else None
         grad_GH, h_GF, dot_G = gate_backward(grad_h_GF, gate_up_GH, self.gate, weight_G, in_fp8)
         assert dot_G is not None

@@ -159,6 +159,7 @@ class ExpertExchange(Exchange):
                 "give the routing of these tokens"
             )
         handle = self.start_plan(routing).wait() if plan is None else plan
+        record_use(handle.token_S, handle.row_TK)
         packed = pack_routing(
             routing.experts_TK,
             routing.weights_TK,

@@ -59,8 +59,9 @@ def embed_tokens(embedding: nn.Embedding, tokens_BS: Tensor) -> Outputs:
 def input_of_experts(
     rows: Rows, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "r d"], BlockScaled | None]:
-    """Return the experts' input, whose gradient is in `dtype`. Rows in FP8 are returned beside it,
-    for autograd would round their gradient; it then has no values, and one element of memory."""
+    """Return the experts' input, whose gradient is in `dtype`. For rows in FP8, whose gradient
+    autograd would round, the input is a stand-in with one element of memory, and the rows are
+    returned with it."""
     if isinstance(rows, BlockScaled):
         return rows.scales.new_empty((), dtype=dtype).expand(rows.values.shape), rows
     return rows, None

@@ -1,5 +1,6 @@
-"""Indices of an expert exchange on CUDA: two kernels before the host learns the numbers of rows,
-one beside the gather of the rows, and one on each way back. No atomics are used.
+"""Indices of an expert exchange on CUDA: two kernels before the host learns the numbers of rows;
+then one packs what is sent beside the rows, one unpacks it where they arrive, and one gives the
+gradients of weights back to their slots. No atomics are used. The first two:
 
 1. count       each block of BLOCK_T tokens counts, for each rank, its tokens that go there and the
                pairs of these and the rank's experts: count_2PB

@@ -25,7 +25,8 @@ from lather.shapes import Float, Int
 
 @torch.no_grad()
 def gather_rows(x: Tensor, index: Int[Tensor, " g"]) -> Tensor:
-    """Return x[index] for rows of any dtype, also of bytes, without autograd or checks."""
+    """Return x[index], and zeros for -1, for rows of any dtype, also of bytes, without autograd or
+    checks."""
     return run(reference.gather_rows, x, index)
 
 

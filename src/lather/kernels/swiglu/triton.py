@@ -5,7 +5,8 @@ dot product of a row needs no second pass.
 Letters: R rows, F intermediate size; a tile is ROWS x BLOCK. Interleaved gate and up are read as
 a run of 2 * BLOCK columns and split in registers, so that both layouts load and store whole cache
 lines. Values are clamped by comparisons, not by `min`, because NaN must stay NaN. A program that
-writes FP8 has all columns of each block of a scale, so that nothing is read again.
+writes FP8 has all columns of each block of a scale, so that nothing is read again; only a gradient
+of gate and up in halves that are no multiple of a block is read by a pass of its own.
 """
 
 # ruff: noqa: PLR0913, PLR0917 - kernels cannot take structs
