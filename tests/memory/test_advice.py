@@ -76,6 +76,7 @@ class MadeUp:
     assumed = Assumed("cpu")
     bus = (0.0, 0.0)
     frozen = 0.0
+    refresh_interval = 1
 
     def __init__(
         self, config: Config, world_size: int, activations: int = 200, rounded: int = 0

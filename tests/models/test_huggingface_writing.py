@@ -19,6 +19,13 @@ from lather.safetensors_file import write_safetensors
 from models.tiny import tiny_config, tiny_model
 
 
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    save_hugging_face(tiny_model(), tiny_config(), folder, max_shard_bytes=30_000)
+    return folder
+
+
 def test_a_target_that_holds_something_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine").write_text("x")

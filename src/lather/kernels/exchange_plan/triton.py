@@ -25,7 +25,7 @@ from lather.kernels.backend import wide_dtype
 from lather.kernels.launch import launch, tile, wide
 
 BLOCK_T = 128
-BLOCK_P = 16
+BLOCK_P = 8
 BLOCK_B = 256
 """Counts that are added up at a time."""
 TILE = 1024
