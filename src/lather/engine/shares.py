@@ -60,7 +60,7 @@ class Shares:
         self._size = self.micro_batch_size * num_micro_batches
         self._first_size = loop.first_batch_size // mesh.data_size
         self._length = loop.sequence_length
-        self._mtp_loss_weight, self._dpo_beta = loop.mtp_loss_weight, loop.dpo_beta
+        self._mtp_loss_weight, self.dpo_beta = loop.mtp_loss_weight, loop.dpo_beta
         self._layout = SequenceLayout(
             self.micro_batch_size, self._length, mesh.device, context=mesh.context
         )
@@ -71,10 +71,10 @@ class Shares:
         Raises ValueError, before anything is sent, if the share has another shape than the run's,
         and DataError if its routing is not one of the model.
         """
-        check_columns(batch, self._part, self._dpo_beta)
+        check_columns(batch, self._part, self.dpo_beta)
         num_labels, num_tokens = self.counts_of_all(batch)
         parts, normalizer = batch.tokens_of_parts(self.micro_batch_size), num_labels
-        if self._dpo_beta:
+        if self.dpo_beta:
             batch = replace(batch, columns=learned_pairs(batch.columns, batch.labels_BS))
             (normalizer,) = self._sums_of_ranks(num_pairs_of(batch.columns))
         shares = [tokens / max(1, num_tokens) for tokens in parts]
@@ -86,7 +86,7 @@ class Shares:
         """Return two micro-batches of a share whose losses are not averaged: the first without
         padding, the second with it. Raises as `divide` does."""
         self._check(batch)
-        check_columns(batch, self._part, self._dpo_beta)
+        check_columns(batch, self._part, self.dpo_beta)
         batch = replace(batch, padding_BS=None)
         weights = [1.0] * (len(batch.inputs_BS) // self.micro_batch_size)
         micro_batches = self.micro_batches(batch, 1.0, weights)
@@ -170,7 +170,7 @@ class Shares:
             for x_BS, y_BS, layout, share in zip(*on_device, layouts, shares, strict=True)
         ]
         sources = batch.columns, self._part, context, device
-        return with_columns(micro_batches, *sources, dpo_beta=self._dpo_beta)
+        return with_columns(micro_batches, *sources, dpo_beta=self.dpo_beta)
 
     def _with_depths(
         self, batch: Batch, micro_batches: list[MicroBatch]
