@@ -54,7 +54,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rounding: the exact weight loses its remainder before l2 decay",
-        "optim/batched/chunks.py",
+        "optim/batched/plan.py",
         "weights[i] = join(weights[i], r)",
         "weights[i] = weights[i].float()",
         "optim/test_weight_rounding.py",

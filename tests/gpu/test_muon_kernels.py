@@ -11,8 +11,8 @@ from lather.kernels.narrow_updates import change_by_
 from lather.kernels.narrow_weights import change_
 from lather.kernels.remainder import join
 from lather.kernels.unit_norm import reference, unit_norm
+from lather.optim.batched.plan import change_weights
 from lather.optim.batched.roster import Change
-from lather.optim.batched.weight_change import change_weights
 from lather.torch_private import fused_sgd_
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

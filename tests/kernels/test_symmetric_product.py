@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.implementations import assert_close, on_each
 from lather.kernels import symmetric_product as op
 from lather.kernels.symmetric_product import add_symmetric_product, reference, symmetric_product
-from lather.optim.batched.precision import matmul_precision
+from lather.optim.batched.plan import matmul_precision
 
 try:
     from lather.kernels.symmetric_product import triton

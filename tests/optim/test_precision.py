@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lather.optim import KLSOAP, SOAP
 from lather.optim.batched import runs
-from lather.optim.batched.precision import matmul_precision
+from lather.optim.batched.plan import matmul_precision
 from lather.optim.rules import bases
 from lather.optim.rules.kl_soap import KLSOAPRule
 from scripts import printed_by
@@ -20,7 +20,7 @@ INHERITANCE = """
 import itertools, sys
 import torch
 from torch._C import _get_fp32_precision_getter as get, _set_fp32_precision_setter as put
-from lather.optim.batched.precision import matmul_precision
+from lather.optim.batched.plan import matmul_precision
 
 sys.path.append("tests/optim")
 from optim_helpers import KINDS, make, parameters, run

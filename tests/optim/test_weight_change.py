@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lather.optim import Muon
-from lather.optim.batched import chunks, weight_change
+from lather.optim.batched import plan
+from lather.optim.batched.plan import change_weights
 from lather.optim.batched.roster import Change
-from lather.optim.batched.weight_change import change_weights
 from lather.optim.linalg import newton_schulz
 from lather.optim.linalg.newton_schulz import orthogonalize
 from lather.optim.rules import muon
@@ -40,11 +40,11 @@ def test_fp32_weights(change: Change, transposed: bool, monkeypatch: pytest.Monk
     expected = [w.clone() for w in weights]
     change_weights(expected, updates, change)
     calls: list[Any] = []
-    fused = weight_change.fused_sgd_
+    fused = plan.fused_sgd_
     monkeypatch.setattr(
-        weight_change, "fused_sgd_", lambda *args, **kw: calls.append(args) or fused(*args, **kw)
+        plan, "fused_sgd_", lambda *args, **kw: calls.append(args) or fused(*args, **kw)
     )
-    as_on_a_gpu(monkeypatch, weight_change)
+    as_on_a_gpu(monkeypatch, plan)
     change_weights(weights, updates, change)
     assert len(calls) == (change.lr > 0 and not transposed)
     for w, wanted in zip(weights, expected, strict=True):
@@ -57,18 +57,16 @@ def test_updates_of_newton_schulz_in_bf16(least: int, monkeypatch: pytest.Monkey
     """A large matrix takes them as they are, others by torch's kernel; the numbers are those of
     widened updates."""
     results, taken = [], list[torch.dtype]()
-    change = weight_change.change_by_
+    change = plan.change_by_
     for narrow in (False, True):
         params = [torch.nn.Parameter(w) for w in drawn(0)]
         optimizer = Muon(params, lr=0.1, newton_schulz_dtype="bfloat16")
         if narrow:
-            monkeypatch.setattr(chunks, "LEAST_NARROW", least)
-            for module in (weight_change, newton_schulz, muon):
+            monkeypatch.setattr(plan, "LEAST_NARROW", least)
+            for module in (plan, newton_schulz, muon):
                 as_on_a_gpu(monkeypatch, module)
             monkeypatch.setattr(
-                weight_change,
-                "change_by_",
-                lambda w, u, *rest: taken.append(u.dtype) or change(w, u, *rest),
+                plan, "change_by_", lambda w, u, *rest: taken.append(u.dtype) or change(w, u, *rest)
             )
         for p, g in zip(params, drawn(1), strict=True):
             p.grad = g
@@ -87,7 +85,7 @@ def test_bf16_weights(rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
         weights = [w.bfloat16() for w in drawn(0)]
         remainders = [torch.full_like(w, 99, dtype=torch.int16) for w in weights]
         if is_gpu:
-            as_on_a_gpu(monkeypatch, weight_change)
+            as_on_a_gpu(monkeypatch, plan)
         rest = remainders if rounding == "remainder" else ()
         change_weights(weights, drawn(1), change, 7, rest)
         results.append([*weights, *remainders])

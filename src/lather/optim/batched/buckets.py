@@ -248,19 +248,3 @@ def in_batches(items: Iterable[tuple[T, Any, float]]) -> list[list[T]]:
         batches[key][-1].append(item)
         room[key] -= size
     return list(chain(*batches.values()))
-
-
-def open_buckets(buckets: Iterable[Bucket], state: States) -> None:
-    """Find the stacks of the buckets in the state of their members, which consists of views of
-    them."""
-    for bucket in buckets:
-        bucket.states = [state[member.param] for member in bucket.members]
-        for name, size in bucket.sizes.items():
-            x = bucket.states[0][name]
-            bucket.stacks[name] = x.as_strided(size, bucket.strides[name], x.storage_offset())
-
-
-def close_buckets(buckets: Iterable[Bucket]) -> None:
-    """Let go of the stacks."""
-    for bucket in buckets:
-        bucket.states, bucket.stacks = [], {}

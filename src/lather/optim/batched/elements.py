@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lather.optim.batched.buckets import Bucket, in_batches
-from lather.optim.batched.chunks import Chunk
+from lather.optim.batched.plan import Chunk
 from lather.optim.batched.remainders import remainder_of, round_weights, wide_weights
 from lather.optim.batched.runs import MemberRun
 

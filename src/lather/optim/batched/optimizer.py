@@ -30,8 +30,7 @@ from torch.autograd.profiler import record_function
 from torch.optim.optimizer import ParamsT
 
 from lather.optim.batched.arguments import DocumentedByRule, Published
-from lather.optim.batched.buckets import States, close_buckets, open_buckets
-from lather.optim.batched.chunks import Chunk, Chunks, Phase, chunks_of
+from lather.optim.batched.buckets import States
 from lather.optim.batched.elements import step_whole
 from lather.optim.batched.gradients import (
     GradientNorms,
@@ -41,8 +40,19 @@ from lather.optim.batched.gradients import (
     measure_gradients,
 )
 from lather.optim.batched.pending import PendingRefreshes
-from lather.optim.batched.plan import StepPlan, is_unchanged, places_of
-from lather.optim.batched.precision import matmul_precision
+from lather.optim.batched.plan import (
+    Chunk,
+    Chunks,
+    Phase,
+    StepPlan,
+    change_weights,
+    chunks_of,
+    close_buckets,
+    is_unchanged,
+    matmul_precision,
+    open_buckets,
+    places_of,
+)
 from lather.optim.batched.refresh import Counts, due_refreshes, refresh
 from lather.optim.batched.remainders import remainder_of
 from lather.optim.batched.roster import ParamInfo
@@ -52,7 +62,6 @@ from lather.optim.batched.stateful import StatefulOptimizer
 from lather.optim.batched.step_counts import step_counts
 from lather.optim.batched.streams import SideStreams, no_autocast, on_streams
 from lather.optim.batched.visits import Visits, wait_for_host
-from lather.optim.batched.weight_change import change_weights
 from lather.optim.rule import NOBODY, RefreshingRule, Rule
 from lather.optim.sharded.exchange import OwnerExchange
 from lather.optim.sharded.replicated import ReplicatedStep

@@ -19,7 +19,8 @@ import torch
 from torch.autograd.profiler import record_function
 
 from lather.device import gpu_module, is_gpu
-from lather.optim.batched.buckets import Bucket, States, close_buckets, open_buckets
+from lather.optim.batched.buckets import Bucket, States
+from lather.optim.batched.plan import close_buckets, open_buckets
 from lather.optim.batched.refresh import Counts, DimRefresh, Launched, finish, launch
 from lather.optim.batched.streams import SideStreams, beside, join, no_autocast
 

@@ -10,7 +10,6 @@ Therefore products that inherited before the block must inherit after it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,17 +34,9 @@ ALLOWED = {
 
 
 @contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
+def changed_precision(precision: str, in_force: tuple[str, str]) -> Iterator[None]:
     """Set the fp32 matmul precision ("highest" | "high" | "medium", by torch's names) in the block,
-    and restore the caller's after it. Nothing is written if it is in force already."""
-    in_force = [get_fp32_precision(backend, "matmul") for backend in BACKENDS]
-    try:
-        is_word = torch.get_float32_matmul_precision() == precision
-    except RuntimeError:  # the word contradicts the backends
-        is_word = False
-    if is_word and all(map(operator.contains, ALLOWED[precision], in_force)):
-        yield
-        return
+    and restore the caller's after it. `in_force`: the values of the products of each backend."""
     before = [_set_value(backend, x) for backend, x in zip(BACKENDS, in_force, strict=True)]
     try:
         # torch refuses to give a word that contradicts the backends; true fp32 contradicts none.

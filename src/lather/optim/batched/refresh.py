@@ -21,7 +21,7 @@ from torch import Tensor
 from lather.device import Read, index_on, is_cpu
 from lather.optim.batched.formats import Rows
 from lather.optim.batched.gradients import read_together
-from lather.optim.batched.precision import matmul_precision
+from lather.optim.batched.plan import matmul_precision
 from lather.optim.batched.roster import Roster
 from lather.optim.batched.runs import MemberRun, cpu_count, refresh_bytes
 from lather.optim.rule import RefreshingRule

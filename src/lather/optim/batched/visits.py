@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from lather.device import gpu_module
-from lather.optim.batched.chunks import Chunk, Chunks
 from lather.optim.batched.elements import step_chunk_whole
 from lather.optim.batched.pinned import padded
-from lather.optim.batched.precision import matmul_precision
+from lather.optim.batched.plan import Chunk, Chunks, matmul_precision
 from lather.optim.batched.refresh import Counts, DimRefresh, due_refreshes, refresh
 from lather.optim.batched.roster import Roster
 from lather.optim.batched.runs import VISITORS, MemberRun

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from lather.boxes import Box, local, local_grad
-from lather.optim.batched.buckets import Bucket, States, open_buckets
+from lather.optim.batched.buckets import Bucket, States
+from lather.optim.batched.plan import open_buckets
 from lather.optim.batched.remainders import REMAINDER, exact_weight
 from lather.optim.batched.roster import ParamInfo
 from lather.optim.sharded.exchange import AssembledMember, Transfer
