@@ -77,10 +77,10 @@ class Shares:
         if self.dpo_beta:
             batch = replace(batch, columns=learned_pairs(batch.columns, batch.labels_BS))
             (normalizer,) = self._sums_of_ranks(num_pairs_of(batch.columns))
-        shares = [tokens / max(1, num_tokens) for tokens in parts]
-        micro_batches = self.micro_batches(batch, float(max(1, normalizer)), shares)
-        micro_batches, shares_of_depths = self._with_depths(batch, micro_batches)
-        return DividedShare(num_labels, micro_batches, shares, shares_of_depths)
+        weights = [tokens / max(1, num_tokens) for tokens in parts]
+        micro_batches = self.micro_batches(batch, float(max(1, normalizer)), weights)
+        micro_batches, weights_of_depths = self._with_depths(batch, micro_batches)
+        return DividedShare(num_labels, micro_batches, weights, weights_of_depths)
 
     def rehearsed(self, batch: Batch) -> tuple[MicroBatch, MicroBatch]:
         """Return two micro-batches of a share whose losses are not averaged: the first without
@@ -140,11 +140,11 @@ class Shares:
         self,
         batch: Batch,
         normalizer: float | Tensor,
-        shares: Sequence[float | Tensor],
+        weights: Sequence[float | Tensor],
         layouts: Sequence[SequenceLayout] = (),
     ) -> list[MicroBatch]:
-        """Divide a batch, and take this rank's slices of its sequences. `shares`: the weights of
-        its micro-batches in the auxiliary losses; `layouts`: those of its documents, if they exist
+        """Divide a batch, and take this rank's slices of its sequences. `weights`: those of its
+        micro-batches in the auxiliary losses; `layouts`: those of its documents, if they exist
         already."""
         context = self._mesh.context
         size, length, device = self.micro_batch_size, batch.inputs_BS.shape[1], self._mesh.device
@@ -154,7 +154,7 @@ class Shares:
                 for begins in batch.begins_BS.split(size)
             ]
         # without documents masks and rotary tables are the same for all
-        layouts = layouts or [self._layout] * len(shares)
+        layouts = layouts or [self._layout] * len(weights)
         if batch.padding_BS is not None:
             paddings = batch.padding_BS.split(size)
             layouts = [
@@ -166,8 +166,8 @@ class Shares:
         on_device = (to_device(x_BS, device).split(size) for x_BS in local)
         balance, z_loss = self._moe.balance_coefficient or 0.0, self._moe.z_loss_coefficient
         micro_batches = [
-            MicroBatch(x_BS, y_BS, layout, normalizer, balance * share, z_loss * share)
-            for x_BS, y_BS, layout, share in zip(*on_device, layouts, shares, strict=True)
+            MicroBatch(x_BS, y_BS, layout, normalizer, balance * weight, z_loss * weight)
+            for x_BS, y_BS, layout, weight in zip(*on_device, layouts, weights, strict=True)
         ]
         sources = batch.columns, self._part, context, device
         return with_columns(micro_batches, *sources, dpo_beta=self.dpo_beta)
@@ -188,14 +188,16 @@ class Shares:
             dist.all_reduce(counts_N2, group=self._mesh.data_group)
             counts_N2 //= self._mesh.cp  # context ranks have the same share
         layouts = [each.layout for each in micro_batches]
-        depths, shares_DM = [], []
+        depths, weights_DM = [], []
         for each, (num_labels, num_tokens) in zip(batches, counts_N2.clamp(min=1), strict=True):
             parts = torch.tensor(each.tokens_of_parts(self.micro_batch_size), dtype=torch.float64)
-            shares_DM.append(to_device(parts, device) / num_tokens)
-            shares = shares_DM[-1].unbind()
-            depths.append(self.micro_batches(each, num_labels, shares, layouts))
-        weight = self._mtp_loss_weight / num_depths
+            weights_DM.append(to_device(parts, device) / num_tokens)
+            weights = weights_DM[-1].unbind()
+            depths.append(self.micro_batches(each, num_labels, weights, layouts))
+        loss_weight = self._mtp_loss_weight / num_depths
         return [
-            replace(each, depths=tuple(replace(depth, loss_weight=weight) for depth in of_each))
+            replace(
+                each, depths=tuple(replace(depth, loss_weight=loss_weight) for depth in of_each)
+            )
             for each, *of_each in zip(micro_batches, *depths, strict=True)
-        ], shares_DM
+        ], weights_DM
