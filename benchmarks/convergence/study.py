@@ -12,6 +12,8 @@ which seeds) and says which runs are left to make.
     train = { weight_dtype = "bfloat16" }             # may be left out: keys of [train]
     weights = "average"                               # "raw" if left out; "average": the losses are
                                                       those of the run's averaged weights
+    scales = "tensor"                                 # "block" if left out; others are controls of
+                                                      train.fp8: see `fp8_controls`
     rates = { small = [1e-2, 2e-2], large = [...] }   # of matrices, of the rest, in the settings in
                                                       which it takes part
 
@@ -38,6 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.convergence.fp8_controls import BLOCK_SCALES, CONTROLS
 from lather.config.config import Config
 from lather.config.toml_file import config_from_mapping
 from lather.errors import ConfigError, require
@@ -60,11 +63,15 @@ class Trial:
     rates: Rates
     mapping: dict[str, Any] = field(repr=False)
     """The configuration as `lather train` reads it from a file, without `run_dir`."""
+    scales: str = BLOCK_SCALES
+    """The scales of experts in FP8: "block", or the name of a control."""
 
     @property
     def key(self) -> str:
         """A name made of everything that determines the numbers of the run."""
-        return hashlib.sha256(json.dumps(self.mapping, sort_keys=True).encode()).hexdigest()[:16]
+        control = {} if self.scales == BLOCK_SCALES else {"scales": self.scales}
+        text = json.dumps({**self.mapping, **control}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def config(self, run_dir: Path) -> Config:
         """Make the configuration; raises ConfigError."""
@@ -83,6 +90,8 @@ class StudyContestant:
     """Further keys of [train]."""
     weights: str
     """Weights whose losses are compared: "raw", or "average" (`train.average_timescale`)."""
+    scales: str
+    """The scales of experts in FP8: "block", or the name of a control."""
 
     def judged(self, row: Row) -> Row:
         """Return the row of a run with the losses that count for this contestant."""
@@ -116,7 +125,7 @@ class Study:
         optim = _merged(contestant.optim, {"lr": lr, "rest": {"lr": rest}})
         own = {"optim": optim, "train": contestant.train, "seed": seed}
         mapping = _merged(self.settings[setting], own)
-        return Trial(setting, contestant.name, seed, (lr, rest), mapping)
+        return Trial(setting, contestant.name, seed, (lr, rest), mapping, contestant.scales)
 
     def pairs(self) -> Iterator[tuple[str, StudyContestant]]:
         """Yield every setting with each contestant that takes part in it."""
@@ -230,9 +239,13 @@ def load_study(path: Path) -> Study:
         for setting, contestant in study.pairs():
             place = f"contestant {contestant.name!r} in setting {setting!r}: "
             trial = study.trial(contestant, setting, 0, contestant.rates[setting])
-            averaged = trial.config(Path("unused")).train.average_timescale > 0
+            train = trial.config(Path("unused")).train
+            averaged = train.average_timescale > 0
             judged = "raw for runs without train.average_timescale"
             require(contestant.weights == "raw" or averaged, "weights", contestant.weights, judged)
+            is_fitting = contestant.scales == BLOCK_SCALES or train.fp8 == "block"
+            control = 'left out, or the contestant must have train.fp8 = "block"'
+            require(is_fitting, "scales", contestant.scales, control)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}): give a study file such as "
@@ -252,7 +265,7 @@ def _study(mapping: dict[str, Any]) -> Study:
     contestants = []
     for name, values in mapping["contestants"].items():
         prefix = f"contestants.{name}."
-        _check_keys(values, prefix, ("optim", "rates"), ("train", "weights"))
+        _check_keys(values, prefix, ("optim", "rates"), ("train", "weights", "scales"))
         for setting in values["rates"]:
             allowed = f"for the settings {', '.join(settings)}"
             require(setting in settings, f"{prefix}rates", setting, allowed)
@@ -262,9 +275,11 @@ def _study(mapping: dict[str, Any]) -> Study:
         }
         weights = values.get("weights", "raw")
         require(weights in ("raw", "average"), f"{prefix}weights", weights, "raw or average")
-        contestants.append(
-            StudyContestant(name, values["optim"], rates, values.get("train", {}), weights)
-        )
+        scales = values.get("scales", BLOCK_SCALES)
+        known = (BLOCK_SCALES, *CONTROLS)
+        require(scales in known, f"{prefix}scales", scales, f"one of {', '.join(known)}")
+        train = values.get("train", {})
+        contestants.append(StudyContestant(name, values["optim"], rates, train, weights, scales))
     tuning, seeds = None, mapping.get("seeds", [])
     if "tuning" in mapping:
         _check_keys(mapping["tuning"], "tuning.", ("seed", "factor"))

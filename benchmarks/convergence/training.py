@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks.convergence.fp8_controls import (
+    AGREEMENT,
+    BF16_LOSS,
+    expert_scales,
+    logged_agreement,
+)
 from benchmarks.convergence.study import Row, Trial
 from lather.files import read_rows
 from lather.train.diverged import DivergedError
@@ -37,8 +44,10 @@ def perform(trial: Trial, folder: Path, stop: Callable[[], bool]) -> Row | None:
     """Train to the end in the run's folder and return its row, or None if it was stopped
     before. Raises UserError."""
     config = trial.config(folder)
+    log = logged_agreement() if config.train.fp8 == "block" else nullcontext()
     try:
-        outcome = train(config, Silent(), RunRequests(stop))
+        with expert_scales(trial.scales), log:
+            outcome = train(config, Silent(), RunRequests(stop))
     except DivergedError:
         return row_of(trial, folder, diverged=True)
     return row_of(trial, folder, diverged=False) if outcome.finished else None
@@ -50,6 +59,8 @@ def row_of(trial: Trial, folder: Path, *, diverged: bool) -> Row:
     steps: list[dict[str, Any]] = list(training_rows(rows))
     validation = _curve(rows, "validation_loss")
     average = _curve(rows, "average_validation_loss")
+    in_bf16 = _curve(rows, BF16_LOSS)
+    agreement = [[row["step"], row[AGREEMENT]] for row in rows if AGREEMENT in row]
     config = trial.config(folder)
     return {
         "benchmark": "convergence",
@@ -64,6 +75,7 @@ def row_of(trial: Trial, folder: Path, *, diverged: bool) -> Row:
         "final": None if diverged else validation[-1][1],
         "validation": validation,
         **({"average_validation": average} if average else {}),
+        **({"bf16_validation": in_bf16, "routing_agreement": agreement} if agreement else {}),
         "training": _binned(steps),
         "seconds": sum(row["step_seconds"] for row in steps),
         "optimizer_seconds": sum(row["optimizer_seconds"] for row in steps),
