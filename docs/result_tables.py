@@ -52,6 +52,7 @@ COLUMNS = (
     "steps to adamw's loss",
     "less muon's",
     "optimizer, ms",
+    "choices as in bf16",
 )
 """Columns of a study's table that the pages show; `lather bench convergence report` has more."""
 TABLE = re.compile(r"(<!-- table: ([\w-]+) ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
@@ -188,6 +189,12 @@ QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange 
     r"([\w-]+): ([\w-]+) less ([\w-]+)": lambda path, setting, a, b: findings_of(
         path.parent.name
     ).difference(setting, a, b),
+    r"([\w-]+): percent of ([\w-]+) above ([\w-]+)": lambda path, setting, a, b: findings_of(
+        path.parent.name
+    ).percent_above(setting, a, b),
+    r"([\w-]+): choices of ([\w-]+) as in bf16": lambda path, setting, name: findings_of(
+        path.parent.name
+    ).agreement(setting, name),
     r"([\w-]+): steps of ([\w-]+) to ([\w-]+)": lambda path, setting, a, b: findings_of(
         path.parent.name
     ).steps_ratio(setting, a, b),

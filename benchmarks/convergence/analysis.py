@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,6 +62,23 @@ class Findings:
         return self._paired(
             setting, contestant, other, lambda mine, theirs: final_loss(mine) - final_loss(theirs)
         )
+
+    def percent_above(self, setting: str, contestant: str, other: str) -> Mean | None:
+        """Return by how many percent the final loss is above the other contestant's, seed by
+        seed."""
+        return self._paired(
+            setting,
+            contestant,
+            other,
+            lambda mine, theirs: 100 * (final_loss(mine) / final_loss(theirs) - 1),
+        )
+
+    def agreement(self, setting: str, contestant: str) -> Mean | None:
+        """Return the share of the routers' choices, over the layers, that experts in bf16 with the
+        same weights make, too, at the end of a run with experts in FP8; None for others."""
+        rows = self.of(setting, contestant).values()
+        shares = [row["routing_agreement"][-1][1] for row in rows if "routing_agreement" in row]
+        return Mean.of(list(map(statistics.fmean, shares))) if shares else None
 
     def steps_ratio(self, setting: str, contestant: str, other: str) -> Mean | None:
         """Return the steps to the other contestant's final loss, as a share of the other's steps,

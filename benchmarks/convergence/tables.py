@@ -21,8 +21,11 @@ def markdown_table(findings: Findings, setting: str, baselines: Sequence[str]) -
         ]
     has_costs = any(row["setting"] == setting for row in findings.costs)
     head += ["optimizer, ms", "state, bytes per parameter"] if has_costs else []
+    contestants = findings.contestants(setting)
+    has_agreement = any(findings.agreement(setting, name) for name in contestants)
+    head += ["choices as in bf16"] if has_agreement else []
     lines = [_line(head), _line(["---"] * len(head))]
-    for name in findings.contestants(setting):
+    for name in contestants:
         rates = next(iter(findings.of(setting, name).values()))["rates"]
         cells = [
             f"`{name}`",
@@ -41,6 +44,8 @@ def markdown_table(findings: Findings, setting: str, baselines: Sequence[str]) -
                 if cost
                 else ["", ""]
             )
+        if has_agreement:
+            cells.append(_cell(findings.agreement(setting, name), 4, signed=False))
         lines.append(_line(cells))
     return "\n".join(lines)
 

@@ -60,7 +60,11 @@ def row_of(trial: Trial, folder: Path, *, diverged: bool) -> Row:
     validation = _curve(rows, "validation_loss")
     average = _curve(rows, "average_validation_loss")
     in_bf16 = _curve(rows, BF16_LOSS)
-    agreement = [[row["step"], row[AGREEMENT]] for row in rows if AGREEMENT in row]
+    agreement = [
+        [row["step"], [round(share, 5) for share in row[AGREEMENT]]]
+        for row in rows
+        if AGREEMENT in row
+    ]
     config = trial.config(folder)
     return {
         "benchmark": "convergence",

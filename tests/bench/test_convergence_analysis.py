@@ -105,6 +105,27 @@ def test_the_table() -> None:
     assert lines[3] == ["`adamw`", "0.01 / 0.02", "6.000", "", "", "", "5.0", "8.0"]
 
 
+def test_the_agreement_of_routing_at_the_end_and_percents() -> None:
+    """The agreement is the mean over layers and then seeds; of runs without it the cell is
+    empty."""
+    rows = [row("muon", 1, [9.0, 4.0]), row("muon", 2, [9.0, 5.0])]
+    for seed, layers in ((1, [1.0, 0.98]), (2, [1.0, 0.96])):
+        agreement = [[0, [1.0, 0.5]], [10, layers]]
+        rows.append(row("fp8", seed, [9.0, 4.04 + seed - 1]) | {"routing_agreement": agreement})
+    findings = Findings(rows)
+    assert findings.agreement("small", "muon") is None
+    agreement = findings.agreement("small", "fp8")
+    assert agreement is not None
+    assert agreement.value == pytest.approx((0.99 + 0.98) / 2)
+    percent = findings.percent_above("small", "fp8", "muon")
+    assert percent is not None
+    assert percent.value == pytest.approx((1.0 + 0.8) / 2)
+    head, _, muon, fp8 = markdown_table(findings, "small", ["muon"]).splitlines()
+    assert head.endswith("| choices as in bf16 |")
+    assert muon.endswith("|  |")
+    assert fp8.endswith("| 0.9850 ± 0.0635 |")
+
+
 def test_a_loss_that_is_not_reached_by_every_seed() -> None:
     rows = [row("adamw", seed, [9.0, 7.0, 5.0]) for seed in (1, 2)]
     rows += [row("soap", 1, [9.0, 8.0, 6.0]), row("soap", 2, [9.0, 8.0, 4.0])]
