@@ -21,7 +21,8 @@ from lather.models.document_boundaries import document_boundaries
 from lather.optim import AdamW
 
 ALL = ("attention", "experts", "shared_experts")
-COMMON: dict[str, Any] = {"balance_level": "sequence", "z_loss": 0.1, "layers": 4, "poison": True}
+COMMON: dict[str, Any] = {"balance_level": "sequence", "z_loss": 0.1, "layers": 2, "poison": True}
+PIPELINE: dict[str, Any] = {**COMMON, "pp": 2, "layers": 4}
 SEQUENCES = 8
 """Sequences of a batch that two ranks divide."""
 FEW = 4
@@ -30,8 +31,8 @@ FEW = 4
 MTP: dict[str, Any] = {"family": "deepseek_v3", "changes": {"num_nextn_predict_layers": 2}}
 ONE_RANK = [Case(**COMMON, num_micro_batches=FEW)]
 TWO_RANKS = [
-    Case(**COMMON, pp=2, num_micro_batches=FEW),
-    Case(**COMMON, pp=2, num_micro_batches=FEW, family="qwen3_moe", recompute=ALL),
+    Case(**PIPELINE, num_micro_batches=FEW),
+    Case(**PIPELINE, num_micro_batches=FEW, family="qwen3_moe", recompute=ALL),
     Case(**COMMON, ep=2, num_micro_batches=FEW, family="gpt_oss"),
     Case(**COMMON, ep=2, num_micro_batches=FEW, memory="recompute", recompute=ALL),
     Case(**COMMON, ep=2, num_micro_batches=FEW, schedule="sequential"),
@@ -40,15 +41,15 @@ TWO_RANKS = [
     Case(**COMMON, cp=2, length=8, num_micro_batches=FEW),
     Case(**COMMON, cp=2, length=12, num_micro_batches=FEW, family="gpt_oss", recompute=ALL),
     Case(**COMMON, **MTP, cp=2, length=8, num_micro_batches=FEW),
-    Case(**COMMON, cp=2, length=16, num_micro_batches=FEW, family="qwen3_next"),
+    Case(**COMMON | {"layers": 4}, cp=2, length=16, num_micro_batches=FEW, family="qwen3_next"),
 ]
 FOUR_RANKS = [
     Case(**COMMON, cp=4, length=8, num_micro_batches=FEW),
     Case(**COMMON, cp=4, length=16, num_micro_batches=FEW, family="qwen3_moe"),
     Case(**COMMON, **MTP, cp=2, ep=2, length=8, num_micro_batches=FEW),
-    Case(**COMMON, cp=2, pp=2, length=8, num_micro_batches=FEW),
-    Case(**COMMON, pp=2, ep=2, num_micro_batches=FEW),
-    Case(**COMMON, **MTP, pp=2, ep=2, num_micro_batches=FEW),
+    Case(**PIPELINE, cp=2, length=8, num_micro_batches=FEW),
+    Case(**PIPELINE, ep=2, num_micro_batches=FEW),
+    Case(**PIPELINE, **MTP, ep=2, num_micro_batches=FEW),
 ]
 
 
@@ -70,9 +71,9 @@ def batch(tokens_of_row: list[int], length: int = LENGTH) -> Batch:
     )
 
 
+PADDED = [6, 0, 3, 5, 2, 0, 1, 4]
 BATCHES = {
-    "some padding": [6, 5, 3, 6, 2, 6, 1, 4],
-    "all of some micro-batches": [6, 0, 4, 0, 0, 6, 6, 0],
+    "some padding, and all of some micro-batches": PADDED,
     "all of a rank": [6, 5, 6, 2, 0, 0, 0, 0],
 }
 
@@ -167,7 +168,7 @@ def unlearned_step(rank: int, world_size: int, case: Case) -> tuple[bool, bool, 
     parameters = [entry.parameter for entry in pair.engine.parameters]
     optimizer = AdamW(pair.engine.parameters.spread(), lr=0.1, weight_decay=0.1)
     step = TrainStep(pair.engine, optimizer, 1.0)
-    whole = batch(BATCHES["some padding"])
+    whole = batch(PADDED)
     step(share_of(pair, whole), 0.1)
 
     def bits() -> list[Tensor]:
@@ -201,5 +202,5 @@ def unlearned_step(rank: int, world_size: int, case: Case) -> tuple[bool, bool, 
     ids=["pp 2", "ep 2"],
 )
 def test_a_step_without_labels_changes_nothing_on_any_rank(case: Case) -> None:
-    labels = int((batch(BATCHES["some padding"]).labels_BS[0] != IGNORE_INDEX).sum())
+    labels = int((batch(PADDED).labels_BS[0] != IGNORE_INDEX).sum())
     assert run_ranks(unlearned_step, 2, case) == [(True, True, [0, labels])] * 2

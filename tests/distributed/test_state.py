@@ -1,9 +1,9 @@
 """Checkpoints know nothing of meshes: any mesh saves one process's tensors, and goes on from any
 checkpoint.
 
-One process trains two steps, saves, and trains four more. Every mesh loads its checkpoint, saves it
+One process trains a step, saves, and trains three more. Every mesh loads its checkpoint, saves it
 again (the same bits), trains the same two steps, and saves; other meshes and one process load that
-and train the last two. SOAP renews its bases in steps 2, 4 and 6."""
+and train the last one. SOAP renews its bases in steps 2 and 4."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ ALONE = Case(layers=4, schedule="sequential")
 RUNS = ("adamw", "soap", "muon")
 """Rules of the matrices; Muon's are heads."""
 LAYOUTS = ("alone", "dp2", "dp4", "pp2 ep2", "pp2 dp2")
-"""Layouts of runs that change in step 5: from each to the next (SOAP: to the one before)."""
+"""Layouts of runs that change before the last step: SOAP's from each to the one before, the others'
+from each of the first four to the next."""
 ROUNDING = {"adamw": 1e-12, "soap": 1e-7, "muon": 1e-7}
 """Relative rounding of loss and gradient norm: the model is in fp64, the state of SOAP and Muon in
 fp32."""
@@ -72,7 +73,7 @@ def cases(world_size: int) -> list[tuple[str, str]]:
     return [
         (optimizer, name)
         for optimizer, name in itertools.product(RUNS, MESHES[world_size])
-        if optimizer == "soap" or name in (*LAYOUTS, "pp2")
+        if optimizer == "soap" or name in LAYOUTS[:4]
     ]
 
 
@@ -92,8 +93,9 @@ def changes_of_mesh(world_size: int) -> list[tuple[str, str, str]]:
 def changes_of_layout(world_size: int) -> list[tuple[str, str, str]]:
     """The changes (optimizer, from, to) whose `to` is a mesh of so many ranks."""
     of_size = {1: {"alone": ALONE}, **MESHES}[world_size]
-    around = list(itertools.pairwise([*LAYOUTS, LAYOUTS[0]]))
-    pairs = {"adamw": around, "muon": around, "soap": [(second, first) for first, second in around]}
+    around = list(itertools.pairwise([*LAYOUTS[:4], LAYOUTS[0]]))
+    backwards = list(itertools.pairwise([*reversed(LAYOUTS), LAYOUTS[-1]]))
+    pairs = {"adamw": around, "muon": around, "soap": backwards}
     return [
         (optimizer, *pair) for optimizer in RUNS for pair in pairs[optimizer] if pair[1] in of_size
     ]
@@ -137,6 +139,14 @@ class Trainee:
             self.optimizer,
             self.pair.engine.mesh,
         )
+
+    def spoil(self) -> None:
+        """Fill weights and state with what no checkpoint has, so that only loading makes them
+        right."""
+        tensors = [x for state in self.optimizer.state.values() for x in state.values()]
+        with torch.no_grad():
+            for x in (*(entry.parameter for entry in self.pair.engine.parameters), *tensors):
+                x.fill_(7)
 
     def train(self, *steps: int) -> list[StepResult]:
         return [self.step(self.pair.share_of(self.pair.tokens(step)), 1e-2) for step in steps]
@@ -212,14 +222,15 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Load the checkpoint of one process and those of the other meshes; returns what each mesh made
     of them."""
     found: dict[str, Any] = {}
+    trainees: dict[tuple[str, str], Trainee] = {}
     for optimizer, name in cases(world_size):
         case = MESHES[world_size][name]
         own = folder / optimizer / name
-        trainee = Trainee(case, optimizer, world_size)
-        progress = load_checkpoint(folder / optimizer / "alone" / "step-00000002", trainee.state)
-        trainee.save(own, 2)
-        results = trainee.train(3, 4)
-        trainee.save(own, 4)
+        trainee = trainees[optimizer, name] = Trainee(case, optimizer, world_size)
+        progress = load_checkpoint(folder / optimizer / "alone" / "step-00000001", trainee.state)
+        trainee.save(own, 1)
+        results = trainee.train(2, 3)
+        trainee.save(own, 3)
         empty = sum(entry.info.is_empty for entry in trainee.pair.engine.parameters)
         adamw = all(
             set(state) == {"step", "exp_avg", "exp_avg_sq"}
@@ -233,27 +244,26 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             empty,
         )
     for optimizer, first, second in changes_of_mesh(world_size):
-        trainee = Trainee(MESHES[world_size][second], optimizer, world_size)
-        # so that it has state, which loading must replace
-        trainee.train(*[1] if optimizer == "adamw" else [])
-        load_checkpoint(folder / optimizer / first / "step-00000004", trainee.state)
-        trainee.save(folder / optimizer / f"{first} to {second}", 4)
+        trainee = trainees[optimizer, second]
+        trainee.spoil()
+        load_checkpoint(folder / optimizer / first / "step-00000003", trainee.state)
+        trainee.save(folder / optimizer / f"{first} to {second}", 3)
     return found
 
 
 def resharded(rank: int, world_size: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """Take steps 5 and 6 on meshes of this size, each from another layout's step 4, and save;
-    returns losses and gradient norms."""
+    """Take step 4 on meshes of this size, each from another layout's step 3, and save; returns
+    losses and gradient norms."""
     found = {}
     for optimizer, first, second in changes_of_layout(world_size):
         trainee = Trainee(
             ALONE if world_size == 1 else MESHES[world_size][second], optimizer, world_size
         )
-        load_checkpoint(folder / optimizer / first / "step-00000004", trainee.state)
+        load_checkpoint(folder / optimizer / first / "step-00000003", trainee.state)
         found[f"{optimizer} {first} to {second}"] = [
-            (result.loss, result.grad_norm) for result in trainee.train(5, 6)
+            (result.loss, result.grad_norm) for result in trainee.train(4)
         ]
-        trainee.save(folder / optimizer / f"{first} to {second}", 6)
+        trainee.save(folder / optimizer / f"{first} to {second}", 4)
     return found
 
 
@@ -274,16 +284,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """The loss and gradient norm of the uninterrupted run's steps 3 to 6."""
+    """The loss and gradient norm of the uninterrupted run's steps 2 to 4."""
     found = {}
     for optimizer in RUNS:
         trainee = Trainee(ALONE, optimizer, 1)
-        trainee.train(1, 2)
-        trainee.save(folder / optimizer / "alone", 2)
-        found[optimizer] = [(result.loss, result.grad_norm) for result in trainee.train(3, 4)]
+        trainee.train(1)
+        trainee.save(folder / optimizer / "alone", 1)
+        found[optimizer] = [(result.loss, result.grad_norm) for result in trainee.train(2, 3)]
+        trainee.save(folder / optimizer / "alone", 3)
+        found[optimizer] += [(result.loss, result.grad_norm) for result in trainee.train(4)]
         trainee.save(folder / optimizer / "alone", 4)
-        found[optimizer] += [(result.loss, result.grad_norm) for result in trainee.train(5, 6)]
-        trainee.save(folder / optimizer / "alone", 6)
     return found
 
 
@@ -303,7 +313,7 @@ def test_a_mesh_saves_one_processs_tensors_bit_for_bit(
     meshes: tuple[int, object], folder: Path
 ) -> None:
     for optimizer, name in cases(meshes[0]):
-        step = "step-00000002"
+        step = "step-00000001"
         assert same_bits(folder / optimizer / name / step, folder / optimizer / "alone" / step), (
             optimizer,
             name,
@@ -315,7 +325,7 @@ def test_every_rank_writes_its_share(meshes: tuple[int, object], folder: Path) -
     another rank writes the next one."""
     world_size = meshes[0]
     for optimizer, name in cases(world_size):
-        sizes = bytes_by_file(folder / optimizer / name / "step-00000004")
+        sizes = bytes_by_file(folder / optimizer / name / "step-00000003")
         assert list(sizes) == [f"rank-{rank:05d}.safetensors" for rank in range(world_size)], (
             optimizer,
             name,
@@ -334,12 +344,12 @@ def test_the_next_steps_are_the_uninterrupted_runs(
         enumerate(by_rank), cases(world_size)
     ):
         progress, results, _, _ = found[f"{optimizer} {name}"]
-        assert progress == Progress(2, 0.0)
+        assert progress == Progress(1, 0.0)
         assert_close(
             results, alone[optimizer][:2], ROUNDING[optimizer], f"{rank} {optimizer} {name}"
         )
     for optimizer, name in cases(world_size):
-        step = "step-00000004"
+        step = "step-00000003"
         assert (
             largest_difference(
                 folder / optimizer / name / step, folder / optimizer / "alone" / step
@@ -353,8 +363,8 @@ def test_the_next_steps_are_the_uninterrupted_runs(
 
 def test_another_mesh_takes_over_every_bit(meshes: tuple[int, object], folder: Path) -> None:
     for optimizer, first, second in changes_of_mesh(meshes[0]):
-        saved = folder / optimizer / first / "step-00000004"
-        assert same_bits(folder / optimizer / f"{first} to {second}" / "step-00000004", saved), (
+        saved = folder / optimizer / first / "step-00000003"
+        assert same_bits(folder / optimizer / f"{first} to {second}" / "step-00000003", saved), (
             optimizer,
             first,
             second,
@@ -364,9 +374,9 @@ def test_another_mesh_takes_over_every_bit(meshes: tuple[int, object], folder: P
 def test_one_process_takes_over_every_bit(meshes: tuple[int, object], folder: Path) -> None:
     for optimizer, name in cases(meshes[0]):
         trainee = Trainee(ALONE, optimizer, 1)
-        saved = folder / optimizer / name / "step-00000004"
-        assert load_checkpoint(saved, trainee.state).step == 4
-        assert same_bits(trainee.save(folder / optimizer / f"{name} to one process", 4), saved), (
+        saved = folder / optimizer / name / "step-00000003"
+        assert load_checkpoint(saved, trainee.state).step == 3
+        assert same_bits(trainee.save(folder / optimizer / f"{name} to one process", 3), saved), (
             optimizer,
             name,
         )
@@ -396,7 +406,7 @@ def test_a_layout_goes_on_from_another_as_the_uninterrupted_run(
                 ROUNDING[optimizer],
                 f"{optimizer} {name}",
             )
-        ends = [folder / optimizer / each / "step-00000006" for each in (name, "alone")]
+        ends = [folder / optimizer / each / "step-00000004" for each in (name, "alone")]
         assert largest_difference(*ends) < STATE_ROUNDING[optimizer], (optimizer, name)
         shutil.rmtree(ends[0])
 
