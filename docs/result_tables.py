@@ -71,6 +71,11 @@ def findings_of(name: str) -> Findings:
     return load_findings(study_of(name), RESULTS / "convergence" / name)
 
 
+def joined_findings(*names: str) -> Findings:
+    """Join the rows of studies that have a contestant's runs with different seeds."""
+    return Findings([row for name in names for row in findings_of(name).rows])
+
+
 def table(study: str, setting: str) -> str:
     """Make a table, in Markdown."""
     if study == "state-formats":
@@ -189,6 +194,11 @@ QUOTABLE: dict[str, Callable[..., float | tuple[float, float] | Mean | RunRange 
     r"([\w-]+): ([\w-]+) less ([\w-]+)": lambda path, setting, a, b: findings_of(
         path.parent.name
     ).difference(setting, a, b),
+    r"([\w-]+): ([\w-]+) less ([\w-]+), with the seeds of (\w+)": (
+        lambda path, setting, a, b, other: joined_findings(path.parent.name, other).difference(
+            setting, a, b
+        )
+    ),
     r"([\w-]+): percent of ([\w-]+) above ([\w-]+)": lambda path, setting, a, b: findings_of(
         path.parent.name
     ).percent_above(setting, a, b),
