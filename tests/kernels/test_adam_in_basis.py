@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from in_turn import in_turn
 from lather.kernels import adam_in_basis as op
 from lather.kernels.adam_in_basis import adam_in_basis, reference
 from lather.optim import KLSOAP, SOAP, MatrixOptimizer
@@ -72,9 +73,10 @@ def test_the_reference_keeps_its_bits(dtype: torch.dtype, options: dict[str, boo
     assert torch.equal(g, before)
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.3, 0.999), (0.0, 0.0)], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("options", "betas"), in_turn(OPTIONS, [(0.9, 0.95), (0.3, 0.999), (0.0, 0.0)]), ids=str
+)
 def test_triton_is_the_reference(
     shape: tuple[int, ...], options: dict[str, bool], betas: tuple[float, float]
 ) -> None:

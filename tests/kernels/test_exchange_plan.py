@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from in_turn import in_turn
 from kernels.implementations import INTERPRETER, on_each
 from lather.kernels.exchange_plan import plan_rows, reference
 
@@ -82,8 +83,7 @@ def loops(
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, [torch.int64, torch.int32]), ids=str)
 def test_rows_against_plain_loops(
     implementation: ModuleType, case: str, dtype: torch.dtype
 ) -> None:
@@ -103,8 +103,9 @@ def test_rows_against_plain_loops(
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"), in_turn(CASES, [torch.float32, torch.float64, torch.bfloat16]), ids=str
+)
 def test_routing_that_travels_against_plain_loops(
     implementation: ModuleType, case: str, dtype: torch.dtype
 ) -> None:
@@ -135,8 +136,9 @@ def test_routing_that_travels_against_plain_loops(
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"), in_turn(CASES, [torch.float32, torch.float64, torch.bfloat16]), ids=str
+)
 def test_gradients_of_weights_come_from_the_row_of_their_slot(
     implementation: ModuleType, case: str, dtype: torch.dtype
 ) -> None:

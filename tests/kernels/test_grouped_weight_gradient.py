@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from in_turn import in_turn
 from kernels.implementations import INTERPRETER, assert_close, multiplying_bf16, on_each
 from lather.kernels.grouped_weight_gradient import outer_product_sums, reference, validate
 
@@ -23,8 +24,8 @@ IMPLEMENTATIONS = on_each(reference, triton)
 ADDED = pytest.mark.parametrize("accumulate", [False, True], ids=["first", "later"])
 COUNTS = {
     "uneven": [3, 0, 70, 1, 0],
-    "all in one": [0, 137, 0],
     "nobody": [0, 0, 0],
+    "all in one": [0, 137, 0],
     "no expert": [],
 }
 ODD = [(33, 50), (130, 257), (1, 7), (64, 0)]
@@ -32,7 +33,7 @@ ODD = [(33, 50), (130, 257), (1, 7), (64, 0)]
 EVEN = [(40, 56), (136, 264), (8, 16)]
 """The first three with rows of a multiple of 16 bytes, which descriptors can describe."""
 OPERANDS = [
-    pytest.param(sizes, dtype, id=f"{sizes}-{dtype}")
+    (sizes, dtype)
     for dtype, all_sizes in (
         (torch.float32, ODD),
         (torch.bfloat16, [*ODD, *EVEN]),
@@ -83,8 +84,7 @@ class Case:
 
 @IMPLEMENTATIONS
 @ADDED
-@pytest.mark.parametrize(("sizes", "dtype"), OPERANDS)
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize(("sizes", "dtype", "counts"), in_turn(OPERANDS, COUNTS, each=2), ids=str)
 def test_each_experts_sum_is_its_own_in_fp32(
     implementation: ModuleType,
     counts: str,

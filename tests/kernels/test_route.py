@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from in_turn import in_turn
 from kernels.implementations import INTERPRETER, on_each
 from lather.kernels import route as op
 from lather.kernels.route import plan_route, reference
@@ -160,8 +161,9 @@ def test_room_for_the_pairs_that_have_an_expert_here(
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"), in_turn(CASES, [torch.float32, torch.float64, torch.bfloat16]), ids=str
+)
 def test_values_move_between_slots_and_rows(
     implementation: ModuleType, case: str, dtype: torch.dtype
 ) -> None:

@@ -20,12 +20,14 @@ from optim_helpers import (
 )
 from torch import Tensor
 
+from in_turn import in_turn
 from lather.optim import KLSOAP, SOAP
 from lather.optim.batched import refresh, streams, visits
 from lather.optim.linalg import eigenbasis
 from lather.optim.rules.kl_soap import KLSOAPRule
 
 UPDATE_FIRST = [kind for kind in SOAP_KINDS if kind.startswith("soap")]
+ADAPTIVE: dict[str, Any] = {"use_adaptive_criteria": True}
 KL_KINDS = [kind for kind in SOAP_KINDS if not kind.startswith("soap")]
 
 
@@ -39,11 +41,14 @@ def assert_same_at_the_end(a: Run, b: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"stagger_refresh": True}, {"use_adaptive_criteria": True}, {"refresh_method": "eigh"}],
+    ("kind", "options"),
+    in_turn(
+        [*UPDATE_FIRST, "soap_muon", "soap_muon_per_expert"],
+        [{}, {"stagger_refresh": True}, ADAPTIVE, {"refresh_method": "eigh"}],
+        each=2,
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("kind", [*UPDATE_FIRST, "soap_muon", "soap_muon_per_expert"])
 def test_soap_has_the_same_bits(kind: str, options: dict[str, Any]) -> None:
     a, b = run_of(kind, **options), run_of(kind, async_refresh=True, **options)
     run_both(a, b, range(8))
@@ -65,11 +70,10 @@ def test_the_kl_rules_refresh_after_the_update(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"use_adaptive_criteria": True}, {"second_moment": "rotate"}, {"refresh_method": "eigh"}],
+    ("kind", "options"),
+    in_turn(SOAP_KINDS, [{}, ADAPTIVE, {"second_moment": "rotate"}, {"refresh_method": "eigh"}]),
     ids=str,
 )
-@pytest.mark.parametrize("kind", SOAP_KINDS)
 def test_pieces_that_the_caller_does_between_two_steps_have_the_same_bits(
     kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from optim_helpers import (
     run_of,
 )
 
+from in_turn import in_turn
 from lather.optim import SOAP
 from lather.optim.batched import buckets, runs
 from lather.optim.batched.refresh import DimRefresh
@@ -109,13 +110,14 @@ def test_parameters_that_join_later_share_a_stack_among_themselves(kind: str) ->
 
 
 @pytest.mark.parametrize(
-    "how",
-    [{"batched": False}, {"bucket_bytes": 1}, {"bucket_bytes": 4000}],
-    ids=["one_by_one", "tiny", "small"],
-)
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [*((kind, torch.float64) for kind in KINDS), *((kind, torch.float32) for kind in FEW_KINDS)],
+    ("kind", "dtype", "how"),
+    in_turn(
+        [
+            *((kind, torch.float64) for kind in KINDS),
+            *((kind, torch.float32) for kind in FEW_KINDS),
+        ],
+        [{"batched": False}, {"bucket_bytes": 1}, {"bucket_bytes": 4000}],
+    ),
     ids=str,
 )
 def test_work_together_gives_what_work_in_smaller_pieces_gives(

@@ -30,6 +30,7 @@ from optim_helpers import (
 )
 from torch import Tensor, nn
 
+from in_turn import in_turn
 from lather.optim import SOAP, AdamW, Muon
 from lather.optim.batched import formats
 
@@ -43,8 +44,9 @@ def code_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "MIN_CODED", 1)
 
 
-@pytest.mark.parametrize("decay", ["decoupled", "coupled"])
-@every_kind
+@pytest.mark.parametrize(
+    ("kind", "decay"), in_turn([*KINDS, *CODED_KINDS], ["decoupled", "coupled"])
+)
 def test_gradients_are_never_modified_and_graphs_from_before_the_step_raise(
     kind: str, decay: str
 ) -> None:

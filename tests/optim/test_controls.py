@@ -28,6 +28,7 @@ from optim_helpers import (
 )
 from reference import stacked, unstacked
 
+from in_turn import in_turn
 from lather.optim import SOAP, AdamW, EmbeddingSOAP, Muon, parameter_groups
 from lather.optim.batched import formats
 from lather.optim.controls import CONTROLS
@@ -125,8 +126,7 @@ def follow(a: Run, kind: str, options: Options, exact: float, **without: Any) ->
     assert turned > 0.01
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "case"), in_turn(KINDS, CASES, each=2))
 def test_steps_are_those_of_the_formulas(kind: str, case: str) -> None:
     options = {"weight_decay": 0.0, "keep_norm": False, **CASES[case]}
     follow(run_of(kind, SHAPES, **FP64, **options), kind, CASES[case], 1e-12, **STATE64)
@@ -140,8 +140,7 @@ def test_steps_with_state_in_8_bits(kind: str, case: str, monkeypatch: pytest.Mo
     follow(run_of(kind, SHAPES, **options), kind, CASES[case], 1e-5)
 
 
-@pytest.mark.parametrize("case", ["brake", "relative", "floor", "radius"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "case"), in_turn(KINDS, ["brake", "relative", "floor", "radius"]))
 def test_vectors_and_matrices_that_start_at_zero_are_not_scaled(kind: str, case: str) -> None:
     """They take the ordinary step, but for rows of the matrix, which may have a floor, and its
     norm, which a brake limits, as soon as it is not zero."""

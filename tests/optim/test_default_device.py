@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from optim_helpers import assert_same, copy_gradients, every_kind, give_gradients, run_of
+from optim_helpers import KINDS, assert_same, copy_gradients, give_gradients, run_of
 
+from in_turn import in_turn
 from lather.optim import SOAP, AdamW
 
 SHAPES = [(5, 6), (3, 4, 4), (6,), (), (0, 3)]
@@ -25,9 +26,8 @@ def default_device(name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"nonfinite": "skip", "keep_norm": True}], ids=["plain", "skip"]
+    ("kind", "options"), in_turn(KINDS, [{}, {"nonfinite": "skip", "keep_norm": True}]), ids=str
 )
-@every_kind
 def test_a_run_is_the_same_on_any_default_device(kind: str, options: dict[str, Any]) -> None:
     """On the meta device a tensor that is made without a device has no values. One expert gets no
     token, and one gradient is not finite; the state is saved and loaded in the middle of the

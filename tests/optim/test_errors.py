@@ -10,6 +10,7 @@ import pytest
 import torch
 from optim_helpers import (
     FEW_SOAP_KINDS,
+    KINDS,
     Run,
     every_kind,
     give_gradients,
@@ -22,6 +23,7 @@ from optim_helpers import (
     snapshot,
 )
 
+from in_turn import in_turn
 from lather.optim import SOAP, Muon
 from lather.optim.batched import formats, optimizer, plan, state_store
 from lather.optim.rules import bases, kl_soap, soap, soap_muon
@@ -37,8 +39,9 @@ def with_a_bad_gradient(kind: str, value: float, **options: Any) -> Run:
     return a
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e20], ids=str)
-@every_kind
+@pytest.mark.parametrize(
+    ("kind", "value"), in_turn(KINDS, [torch.nan, torch.inf, -torch.inf, 1e20]), ids=str
+)
 def test_a_gradient_that_is_not_finite_is_refused_or_passed_over_and_counted(
     kind: str, value: float
 ) -> None:

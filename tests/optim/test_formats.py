@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from in_turn import in_turn
 from lather.boxes import Piece
 from lather.checkpoint.state import TrainingState
 from lather.kernels.quantized import BASIS, POSITIVE, SIGNED, dequantize
@@ -93,8 +94,7 @@ def test_bytes_are_those_of_codes_scales_and_triangles() -> None:
         assert state_bytes(shape, AdamW, **options, state_dtype=INT8) == 8 * math.prod(shape) + 4
 
 
-@pytest.mark.parametrize("state_dtype", PARTS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "state_dtype"), in_turn(KINDS, PARTS, each=2), ids=str)
 def test_a_resumed_run_has_the_same_bits(kind: str, state_dtype: Any) -> None:
     a = made(kind, state_dtype=state_dtype)
     a.steps(range(5))

@@ -18,6 +18,7 @@ from optim_helpers import (
 )
 from torch import nn
 
+from in_turn import in_turn
 from lather import optim
 from lather.optim import SOAP, MatrixOptimizer, Muon, state_bytes
 
@@ -66,9 +67,10 @@ def test_a_gradient_whose_square_only_fp64_has_is_taken(kind: str) -> None:
         a.optimizer.step()
 
 
-@every_kind
 @pytest.mark.parametrize(
-    "state_dtype", [torch.float32, torch.bfloat16, {"moments": torch.bfloat16}], ids=str
+    ("kind", "state_dtype"),
+    in_turn(KINDS, [torch.float32, torch.bfloat16, {"moments": torch.bfloat16}]),
+    ids=str,
 )
 def test_gradients_are_checked_for_a_state_that_is_asked_for(kind: str, state_dtype: Any) -> None:
     narrow = {"betas": (0.9, 0.95)} if kind in ("lion", "lion_per_expert") else {}
@@ -161,8 +163,7 @@ def test_state_bytes_know_the_dtype_of_the_parameter(name: str) -> None:
             run_of(cls, [(6, 4)], dtype, max_state_bytes=actual - 1)
 
 
-@pytest.mark.parametrize("saved", [torch.float32, None], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "saved"), in_turn(KINDS, [torch.float32, None]), ids=str)
 def test_saved_state_goes_on_as_it_was_saved(kind: str, saved: Any) -> None:
     """A state that says float32 stays fp32."""
     a, b = run_of(kind, SHAPES, FP64, state_dtype=saved), run_of(kind, SHAPES, FP64)

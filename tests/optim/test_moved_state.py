@@ -10,7 +10,6 @@ import pickle
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -34,6 +33,7 @@ from optim_helpers import (
 from torch import Tensor
 
 from benchmarks.live_bytes import PeakBytes
+from in_turn import in_turn
 from lather.optim import SOAP, AdamW, MatrixOptimizer, Muon
 from lather.optim.batched import buckets
 
@@ -163,7 +163,10 @@ def assert_stacked(a: Run, *numbers: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "event"),
-    [*product(KINDS, ("through_data", "deepcopy")), *product((*FEW_KINDS, "adamw"), EVENTS)],
+    [
+        *in_turn(KINDS, ("through_data", "deepcopy")),
+        *in_turn((*FEW_KINDS, "adamw"), EVENTS, each=4),
+    ],
 )
 def test_a_run_goes_on_whatever_happens_to_its_state(kind: str, event: str) -> None:
     a, b = twins(kind)
@@ -237,8 +240,10 @@ def is_free(memory: Sequence[weakref.ref[Any]]) -> bool:
 GIVEN_BACK = [tensors_replaced, cleared, each_cleared, all_replaced]
 
 
-@pytest.mark.parametrize("give_back", [*GIVEN_BACK, through_data, through_set, loaded])
-@every_kind
+@pytest.mark.parametrize(
+    ("kind", "give_back"),
+    in_turn(KINDS, [*GIVEN_BACK, through_data, through_set, loaded], each=2),
+)
 def test_memory_of_state_is_free_when_the_user_gives_it_back(
     kind: str, give_back: Callable[[Run], None]
 ) -> None:

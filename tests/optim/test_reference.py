@@ -21,6 +21,8 @@ from comparison import (
     without_type_checks,
 )
 
+from in_turn import in_turn
+
 STEPS = 12
 Options = dict[str, Any]
 
@@ -182,14 +184,10 @@ def difference(kind: str, layout: str, options: Options, ours: Options | None = 
     return compare(kind, groups, {**warm(kind), **options}, plan, ours=ours)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        pytest.param(kind, options, id=f"{kind}-{described(options)}")
-        for kind, several in OPTIONS.items()
-        for options in several
-    ],
+    ("kind", "options", "layout"),
+    in_turn(((kind, options) for kind, several in OPTIONS.items() for options in several), LAYOUTS),
+    ids=lambda value: described(value) if isinstance(value, dict) else value,
 )
 def test_each_option(kind: str, options: Options, layout: str) -> None:
     assert difference(kind, layout, options).is_rounding

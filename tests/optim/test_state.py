@@ -22,6 +22,7 @@ from optim_helpers import (
     through_a_file,
 )
 
+from in_turn import in_turn
 from lather.optim import SOAP
 from lather.optim.schedules import LinearFrequency
 
@@ -68,8 +69,7 @@ STATE_DTYPES = {
 """`state_dtype`, with the dtypes of moments, bases and statistics."""
 
 
-@pytest.mark.parametrize("name", STATE_DTYPES)
-@pytest.mark.parametrize("kind", FEW_KINDS)
+@pytest.mark.parametrize(("kind", "name"), in_turn(FEW_KINDS, STATE_DTYPES))
 def test_state_of_other_dtypes_is_exact_too(kind: str, name: str) -> None:
     state_dtype, moments, bases, wide = STATE_DTYPES[name]
     a = run_of(kind, SHAPES, state_dtype=state_dtype)

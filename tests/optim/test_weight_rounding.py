@@ -26,6 +26,7 @@ from optim_helpers import (
 )
 from torch import Tensor
 
+from in_turn import in_turn
 from lather.optim import SOAP, AdamW, Muon, state_bytes
 from lather.optim.functional import exact_weight
 
@@ -70,8 +71,11 @@ def copy_fp32(source: Run, target: Run) -> None:
         q.grad = None if p.grad is None else p.grad.clone()
 
 
-@pytest.mark.parametrize("kind", [*FEW_KINDS, "adamw"])
-@pytest.mark.parametrize("options", DECAYS, ids=lambda x: next(iter(reversed(x.values()))))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    in_turn([*FEW_KINDS, "adamw"], DECAYS, each=3),
+    ids=lambda x: next(iter(reversed(x.values()))) if isinstance(x, dict) else x,
+)
 def test_weights_with_remainders_are_fp32_weights(kind: str, options: dict[str, Any]) -> None:
     narrow = bf16_run(kind, **options, weight_rounding="remainder")
     wide = fp32_twin(narrow, kind, **options)
