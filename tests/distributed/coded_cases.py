@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -40,91 +41,87 @@ def optimizer_of(params: Sequence[Tensor], **options: Any) -> MatrixOptimizer:
     return SOAP(groups, lr=1e-2, precondition_frequency=2, **options)
 
 
-class Case:
-    """The same optimizer in one process and on a mesh."""
+class Run:
+    """The optimizer in one process, or on a mesh."""
 
-    def __init__(self, name: str, **options: Any) -> None:
-        shape, placements = MESHES[name]
-        self.mesh = DeviceMesh("cpu", torch.arange(4).view(shape))
-        self.placements = [placements[: max(1, len(placements))] for _ in SHAPES]
+    def __init__(self, name: str | None, **options: Any) -> None:
+        shape, placements = MESHES[name] if name else ((), [])
+        self.mesh = DeviceMesh("cpu", torch.arange(4).view(shape)) if name else None
+        self.placements = [placements for _ in SHAPES]
         self.placements[3] = [Shard(0) if x.is_shard() else x for x in placements]
-        self.one = [nn.Parameter(x) for x in values(0)]
-        self.many = [
-            nn.Parameter(self.spread(i, x.detach().clone())) for i, x in enumerate(self.one)
-        ]
-        self.optimizers = self.made(**options)
         self.options = options
+        self.params = [nn.Parameter(self.spread(i, x)) for i, x in enumerate(values(0))]
+        self.optimizer = optimizer_of(self.params, **options)
 
-    def made(self, **options: Any) -> tuple[MatrixOptimizer, MatrixOptimizer]:
-        one = {key: x for key, x in options.items() if key != "ownership"}
-        return optimizer_of(self.one, **one), optimizer_of(self.many, **options)
-
-    def spread(self, i: int, x: Tensor) -> DTensor:
+    def spread(self, i: int, x: Tensor) -> Tensor:
+        if self.mesh is None:
+            return x
         return distribute_tensor(x, self.mesh, self.placements[i], src_data_rank=None)
 
     def run(self, steps: range) -> None:
         for step in steps:
             grads = values(100 + step)
             grads[1][step % 3] = 0
-            for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
-                p.grad, q.grad = grads[i], self.spread(i, grads[i].clone())
-            for optimizer in self.optimizers:
-                optimizer.step()
+            for i, p in enumerate(self.params):
+                p.grad = self.spread(i, grads[i])
+            self.optimizer.step()
 
     def reload(self, **options: Any) -> None:
-        """Load the state into new optimizers, with other options."""
-        made = self.made(**{**self.options, **options})
-        for new, old in zip(made, self.optimizers, strict=True):
-            new.load_state_dict(old.state_dict())
-        self.optimizers = made
+        """Load the state into a new optimizer, with other options."""
+        new = optimizer_of(self.params, **{**self.options, **options})
+        new.load_state_dict(self.optimizer.state_dict())
+        self.optimizer = new
 
-    def differing(self) -> list[str]:
-        """Name the parameters and entries whose bits differ."""
+    def stages(self) -> Iterator[str]:
+        """Take steps, also after a load, a conversion to fp32, and back, and after changes in
+        place; return a name after each stage."""
+        for first, state_dtype in ((0, CODED), (3, torch.float32), (5, INT8)):
+            if first:
+                self.reload(state_dtype=state_dtype)
+            self.run(range(first, first + 2))
+            yield str(first)
+        for group in self.optimizer.param_groups:
+            group["state_dtype"] = CODED
+        self.run(range(7, 9))
+        yield "changed"
+
+    def differing(self, params: list[Tensor], state: dict[int, Any]) -> list[str]:
+        """Name the parameters and entries whose bits are not these."""
         wrong = [
             f"parameter {i}"
-            for i, (p, q) in enumerate(zip(self.one, self.many, strict=True))
-            if not torch.equal(p, q.full_tensor())
+            for i, (p, q) in enumerate(zip(params, self.params, strict=True))
+            if not torch.equal(p, _full(q))
         ]
-        one, many = (optimizer.state_dict()["state"] for optimizer in self.optimizers)
-        for i, entries in one.items():
-            if entries.keys() != many[i].keys():
-                wrong.append(f"{i}: {sorted(entries.keys() ^ many[i].keys())}")
-                continue
-            wrong += [
-                f"{i}/{key}"
-                for key, x in entries.items()
-                if key != "step" and not torch.equal(x, many[i][key].full_tensor())
-            ]
-        return wrong
+        return wrong + _differing("state", {"state": state}, self.optimizer.state_dict())
 
 
 def coded_differences(rank: int, world_size: int) -> list[str]:
-    """Name what differs, after steps, a load, a conversion to fp32, and back."""
+    """Name what differs from one process, which is rank 0, after each stage."""
+    told: list[Any] = [None]
+    if rank == 0:
+        alone = Run(None, state_dtype=CODED)
+        told[0] = [
+            copy.deepcopy((list(alone.params), alone.optimizer.state_dict()["state"]))
+            for _ in alone.stages()
+        ]
+    dist.broadcast_object_list(told, 0)
     wrong = []
     for name in MESHES:
         for ownership in ("whole", "replicated"):
-            case = Case(name, state_dtype=CODED, ownership=ownership)
-            for first, state_dtype in ((0, CODED), (3, torch.float32), (5, INT8)):
-                if first:
-                    case.reload(state_dtype=state_dtype)
-                case.run(range(first, first + 2))
-                wrong += [f"{name} {ownership} {first}: {x}" for x in case.differing()]
-            for optimizer in case.optimizers:  # changed in place
-                for group in optimizer.param_groups:
-                    group["state_dtype"] = CODED
-            case.run(range(7, 9))
-            wrong += [f"{name} {ownership} changed: {x}" for x in case.differing()]
+            run = Run(name, state_dtype=CODED, ownership=ownership)
+            for stage, expected in zip(run.stages(), told[0], strict=True):
+                wrong += [f"{name} {ownership} {stage}: {x}" for x in run.differing(*expected)]
     dist.barrier()
     return wrong
 
 
 def bytes_of_owners(rank: int, world_size: int) -> tuple[int, int]:
     """Return the bytes of state on this rank, and what the optimizer says of them."""
-    case = Case("fsdp", state_dtype=INT8)
-    case.run(range(1))
-    state = case.optimizers[1].state.values()
+    run = Run("fsdp", state_dtype=INT8)
+    run.run(range(1))
+    state = run.optimizer.state.values()
     held = sum(x.nbytes for entries in state for key, x in entries.items() if key != "step")
-    told = case.optimizers[1].state_bytes_of_owners()
+    told = run.optimizer.state_bytes_of_owners()
     return held, sum(of_owner.get(rank, 0) for of_owner in told.values())
 
 
