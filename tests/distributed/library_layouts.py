@@ -138,11 +138,11 @@ class Net(nn.Module):
         return torch.einsum("bi,eoi->beo", y, self.experts).square().mean()
 
 
-def fsdp2_differences(rank: int, world_size: int, kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
-    """Name what differs under real `fully_shard`, alone and over tensor parallelism, which cuts dim
-    0 twice. Gradients are those of FSDP2's own backward pass."""
+def fsdp2_differences(rank: int, world_size: int, kinds_of: dict[int, list[str]]) -> list[str]:
+    """Name what differs under real `fully_shard` over so many tensor-parallel ranks, which cut dim
+    0 a second time. Gradients are those of FSDP2's own backward pass."""
     wrong = []
-    for tp in (1, 2):
+    for tp, kinds in kinds_of.items():
         for kind in kinds:
             one = Net()
             with torch.no_grad():

@@ -127,7 +127,7 @@ def test_a_run_of_torchs_muon_continues_sharded_as_on_one_process() -> None:
         assert momenta == 0.0
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.grid), 4])
 def test_plain_tensor_parallel_shards_have_the_bits_of_one_process(world_size: int) -> None:
     assert run_ranks(plain_shard_differences, world_size) == [[]] * world_size
 
@@ -136,8 +136,11 @@ def test_expert_parallelism_with_fsdp2_has_the_bits_of_one_process() -> None:
     assert run_ranks(expert_parallel_differences, 4) == [[]] * 4
 
 
-def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process() -> None:
-    assert run_ranks(fsdp2_differences, 4) == [[]] * 4
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.grid)])
+def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process(first: int) -> None:
+    """Each rule has it in one of the two ways; the other is in the grid."""
+    kinds_of = {1: [*RULES][first::2], 2: [*RULES][1 - first :: 2]}
+    assert run_ranks(fsdp2_differences, 4, kinds_of) == [[]] * 4
 
 
 def test_offloaded_state_has_the_bits_of_state_on_the_device() -> None:
