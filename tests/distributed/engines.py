@@ -3,6 +3,7 @@ the same weights."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -44,7 +45,8 @@ class Case:
     ep: int = 1
     replicas: int = 1
     family: str = "deepseek_v2"
-    layers: int = 5
+    layers: int = 0
+    """Layers; 0: one more than there are stages, so that one stage has two."""
     experts: int = 4
     num_micro_batches: int = 0
     """Micro-batches of a data rank; 0: one more than the fewest that the schedule takes."""
@@ -72,6 +74,10 @@ class Case:
     lora: int = 0
     """Rank of adapters of the base weights, which are then frozen; 0: all is trained."""
     changes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            object.__setattr__(self, "layers", 2 * self.pp + 1)
 
     def name(self) -> str:
         return (
@@ -201,9 +207,20 @@ def mesh_of(case: Case) -> Mesh:
     return Mesh.build(config, torch.device("cpu"))
 
 
+@functools.cache
+def _shared_mesh(pp: int, cp: int, keep_gathered: bool, ep: int, replicas: int) -> Mesh:
+    return mesh_of(Case(pp=pp, cp=cp, keep_gathered=keep_gathered, ep=ep, replicas=replicas))
+
+
+def shared_mesh(case: Case) -> Mesh:
+    """Return the mesh of a case, which a rank makes once for all cases that are laid out like it,
+    because each mesh has groups, and threads, of its own; all ranks have to call it."""
+    return _shared_mesh(case.pp, case.cp, case.keep_gathered, case.ep, case.replicas)
+
+
 def make_pair(case: Case, seed: int = 0, mesh: Mesh | None = None) -> Pair:
-    """Make the pair of a case; all ranks have to call it. `mesh` is `mesh_of(case)`, if it exists
-    already."""
+    """Make the pair of a case; all ranks have to call it. `mesh`: that of `shared_mesh`, or another
+    of the same layout; None: a new one."""
     table = FAMILY_TABLES[case.family]
     sizes = {"num_hidden_layers": case.layers, **table.mesh, **case.changes}
     if table.experts:

@@ -21,7 +21,7 @@ from lather.parallel import fsdp_units, sharded_parameters
 from lather.parallel.mesh import Mesh
 from models.tiny import KINDS
 
-BF16 = Case(dtype=torch.float32, precision="bf16", poison=True)
+BF16 = Case(layers=5, dtype=torch.float32, precision="bf16", poison=True)
 
 
 def run(case: Case, mesh: Mesh) -> tuple[Pair, float, list[Tensor]]:

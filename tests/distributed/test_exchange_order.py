@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import Case, make_pair
+from engines import Case, make_pair, shared_mesh
 from ranks import run_ranks
 
 from lather.torch_private import TorchDispatchMode
@@ -65,7 +65,7 @@ class Started:
 def order_of_exchanges(rank: int, world_size: int, cases: list[Case]) -> list[Started]:
     found = []
     for case in cases:
-        pair = make_pair(case)
+        pair = make_pair(case, mesh=shared_mesh(case))
         batch = pair.share_of(pair.tokens())
         with Exchanges(pair.mesh.cp_group) as exchanges:
             pair.engine.launch_gradients(batch).read()

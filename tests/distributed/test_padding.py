@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import LENGTH, VOCABULARY, Case, Pair, make_pair
+from engines import LENGTH, VOCABULARY, Case, Pair, make_pair, shared_mesh
 from ranks import run_ranks
 from torch import Tensor
 
@@ -92,7 +92,7 @@ def errors(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, flo
     """Return the largest relative error of this rank for each case and batch."""
     found = []
     for case in cases:
-        pair = make_pair(case)
+        pair = make_pair(case, mesh=shared_mesh(case))
         for name in BATCHES:
             lengths = BATCHES[name][: pair.num_data * FEW]
             whole = batch(lengths, case.length)

@@ -8,7 +8,6 @@ and train the last one. SOAP renews its bases in steps 2 and 4."""
 from __future__ import annotations
 
 import errno
-import functools
 import itertools
 import os
 import shutil
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import Case, Pair, make_pair, mesh_of
+from engines import Case, Pair, make_pair, shared_mesh
 from ranks import run_ranks
 from stored import bytes_by_file, same_bits, stored_tensors
 
@@ -33,7 +32,6 @@ from lather.engine.optimizer import build_optimizer, head_rows_of
 from lather.engine.step import TrainStep
 from lather.engine.step_reading import StepResult
 from lather.errors import CheckpointError
-from lather.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.timeout(600)  # a free machine needs a tenth of this
 
@@ -101,13 +99,6 @@ def changes_of_layout(world_size: int) -> list[tuple[str, str, str]]:
     ]
 
 
-@functools.cache
-def mesh_like(pp: int, ep: int, replicas: int) -> Mesh:
-    """The mesh, which the ranks of a start make once, because each mesh has groups, and threads, of
-    its own."""
-    return mesh_of(Case(pp=pp, ep=ep, replicas=replicas))
-
-
 class Trainee:
     """An engine on a mesh whose weights differ from everybody else's, so that only loading makes
     them the same."""
@@ -120,9 +111,7 @@ class Trainee:
             "num_micro_batches": SEQUENCES // data_ranks,
             "changes": TIED,
         }
-        self.pair: Pair = make_pair(
-            Case(**settings), seed=world_size, mesh=mesh_like(case.pp, case.ep, case.replicas)
-        )
+        self.pair: Pair = make_pair(Case(**settings), seed=world_size, mesh=shared_mesh(case))
         config = optim_config(
             name,
             lr=1e-2,

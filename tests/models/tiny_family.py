@@ -57,7 +57,7 @@ class TinyFamily:
     """The numbers that may be 0; all others are greater."""
     may_be_negative: frozenset[str] = frozenset()
     mesh: Mapping[str, Any] = field(default_factory=dict)
-    """Changes with which a model of five layers runs on a mesh."""
+    """Changes with which a model of three or five layers runs on a mesh."""
     wide: Mapping[str, Any] = field(default_factory=dict)
     """Sizes that a GPU's fast paths accept, besides those that `bench/rehearsed_steps.py` has for
     every family."""
