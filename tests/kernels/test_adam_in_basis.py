@@ -75,7 +75,7 @@ def test_the_reference_keeps_its_bits(dtype: torch.dtype, options: dict[str, boo
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    ("options", "betas"), in_turn(OPTIONS, [(0.9, 0.95), (0.3, 0.999), (0.0, 0.0)]), ids=str
+    ("options", "betas"), in_turn(OPTIONS, [(0.9, 0.95), (0.3, 0.999), (0.0, 0.0)], each=2), ids=str
 )
 def test_triton_is_the_reference(
     shape: tuple[int, ...], options: dict[str, bool], betas: tuple[float, float]
