@@ -223,7 +223,9 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
     return before + draw.choice(ends)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(x, marks=pytest.mark.grid) for x in range(10, 30))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_of_any_kind_is_an_error_or_a_counted_skip_or_harmless(
     made: Made, tmp_path: Path, kind: str, seed: int

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,16 @@ def opened(data: DataConfig, vocab_size: int = VOCABULARY) -> DataSet:
 
 
 def test_the_standard_library_is_taken_without_tests_and_other_packages(tmp_path: Path) -> None:
-    dataset = opened(DataConfig(cache_dir=str(tmp_path)), 2048)
-    assert dataset.manifest.splits["train"].documents > 200
-    assert dataset.manifest.splits["validation"].documents > 10
-    assert dataset.manifest.splits["train"].tokens > 10**6
+    """All files are listed; a data set is made of some of them."""
+    whole, some = (DataConfig(cache_dir=str(tmp_path), pattern=x) for x in ("", "[a-c]*.py"))
+    names = [file.name for file in list_sources(whole.recipe(VOCABULARY)).files]
+    assert len(names) > 500
+    assert {"argparse.py", "json/decoder.py"} <= {*names}
+    assert not [name for name in names if {"test", "tests", "site-packages"} & {*name.split("/")}]
+    taken = [file for file in names if fnmatch(file.rpartition("/")[2], some.pattern)]
+    splits = opened(some).manifest.splits
+    assert splits["validation"].documents > 1
+    assert splits["train"].documents + splits["validation"].documents > 0.9 * len(taken)
 
 
 def test_the_files_of_an_installed_package(data: DataConfig) -> None:
