@@ -178,8 +178,13 @@ def check_state(
                 assert x.min() >= 0, name
 
 
-@given(cases(), st.booleans(), st.sampled_from([2**13, 2**28]))
-@settings(max_examples=200, **SETTINGS)
+BATCHED = given(cases(), st.booleans(), st.sampled_from([2**13, 2**28]))
+TRANSPOSED = given(cases(), st.booleans(), st.booleans(), st.sampled_from([2**13, 2**28]))
+BUCKETED = given(cases(), st.sampled_from([2**13, 2**28]))
+
+
+@BATCHED
+@settings(max_examples=60, **SETTINGS)
 def test_package_follows_the_reference_where_it_is_well_defined(
     case: Case, batched: bool, bucket_bytes: int
 ) -> None:
@@ -225,8 +230,8 @@ def run_fp32(case: Case, *, transposed: bool = False, **options: Any) -> list[to
     return [*params, *(value for p in params for value in optimizer.state.get(p, {}).values())]
 
 
-@given(cases(), st.booleans(), st.booleans(), st.sampled_from([2**13, 2**28]))
-@settings(max_examples=100, **SETTINGS)
+@TRANSPOSED
+@settings(max_examples=40, **SETTINGS)
 def test_invariants_in_fp32(case: Case, transposed: bool, batched: bool, bucket_bytes: int) -> None:
     run_fp32(case, transposed=transposed, batched=batched, bucket_bytes=bucket_bytes)
 
@@ -235,9 +240,22 @@ def test_invariants_in_fp32(case: Case, transposed: bool, batched: bool, bucket_
     not torch.backends.mkl.is_available(),
     reason="only MKL, with MKL_CBWR as in tests/tester.py, promises these bits",
 )
-@given(cases(), st.sampled_from([2**13, 2**28]))
-@settings(max_examples=60, **SETTINGS)
+@BUCKETED
+@settings(max_examples=25, **SETTINGS)
 def test_one_by_one_gives_the_bits_of_batches(case: Case, bucket_bytes: int) -> None:
     batched = run_fp32(case, bucket_bytes=bucket_bytes)
     one_by_one = run_fp32(case, batched=False)
     assert all(torch.equal(a, b) for a, b in zip(batched, one_by_one, strict=True))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("test", "drawn", "number"),
+    [
+        (test_package_follows_the_reference_where_it_is_well_defined, BATCHED, 200),
+        (test_invariants_in_fp32, TRANSPOSED, 100),
+        (test_one_by_one_gives_the_bits_of_batches, BUCKETED, 60),
+    ],
+)
+def test_more_examples(test: Any, drawn: Any, number: int) -> None:
+    settings(max_examples=number, **SETTINGS)(drawn(test.hypothesis.inner_test))()
