@@ -3,7 +3,7 @@ routing of experts in FP8 agrees with that of experts in bf16 that have the same
 
     block     a scale for each block: `lather.kernels.block_scaled`
     tensor    one scale for all rows that are rounded at once, and one for the weight of each expert
-    none      1 for all: what is above 448 becomes 448, and gradients, which are small, become 0
+    none      1 for all: what is above 448 becomes 448, and nearly all gradients, being small, 0
 
 Everything but the scales stays as it is: which values are rounded, to what, and the products. This
 holds for CPUs, whose experts run in the reference.
