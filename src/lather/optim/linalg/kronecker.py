@@ -19,12 +19,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lather.device import is_gpu
+from lather.device import Read, is_cpu, is_gpu, is_true
 from lather.kernels.symmetric_product import add_symmetric_product, symmetric_product
+from lather.optim.linalg.scale import LEAST_NORM, column, powers_of_two
 from lather.shapes import Float, Int
 
 Matrices = Mapping[int, Float[Tensor, "b _ _"]]
 """Inner dim i -> its matrices (B, n_i, n_i): symmetric factors, or bases."""
+
+ROUNDING = 64
+"""Multiple of the rounding unit up to which a share of a matrix's norm counts as rounding.
+Measured: 0.4 in fp32 where bases come from eigendecompositions or QR; Newton-Schulz itself leaves
+directions of so small a share at 0.4 % of the others."""
 
 SYMMETRIC_FROM = 256
 """Least size of both sides of x for which a CPU computes x x^T by block rows (measured: 15 to 30 %
@@ -59,6 +65,32 @@ def precondition(
     for dim, q in bases.items():
         x = apply_transposed(q if direction == "in" else q.mT, x, dim)
     return x
+
+
+def without_rounding(bases: Matrices, x: Float[Tensor, "b *dims"]) -> Matrices:
+    """Return the bases, with zeros in place of each vector along which `x`, in their coordinates,
+    is no more than the rounding of the products that made it.
+
+    Such is a direction without gradients, as of a row that is always zero. Divided by the root of
+    its second moment, its rounding would become an update as large as any other."""
+    if not bases:
+        return bases
+    on_cpu = is_cpu(x)
+    scale = torch.linalg.vector_norm(x.flatten(1), dim=1)
+    in_range = (scale > LEAST_NORM) & scale.isfinite()
+    if on_cpu and not is_true(in_range.all(), Read.CHOICE):
+        x = x / column(powers_of_two(x), x)
+        scale = torch.linalg.vector_norm(x.flatten(1), dim=1)
+        in_range = scale > 0
+    least = ROUNDING * torch.finfo(x.dtype).eps * scale.where(in_range, 0.0)[:, None]
+    rounded = {}
+    for dim in bases:
+        others = (*range(1, dim + 1), *range(dim + 2, x.dim()))
+        size = torch.linalg.vector_norm(x, dim=others) if others else x.abs()
+        rounded[dim] = size < least
+    if on_cpu and not is_true(torch.cat(tuple(rounded.values()), 1).any(), Read.CHOICE):
+        return bases
+    return {dim: q.masked_fill(rounded[dim][:, None], 0.0) for dim, q in bases.items()}
 
 
 def init_kronecker_factors(g: Float[Tensor, "b *dims"], dims: Iterable[int]) -> dict[int, Tensor]:

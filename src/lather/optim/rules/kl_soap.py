@@ -20,7 +20,11 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from lather.kernels.adam_in_basis import adam_in_basis
-from lather.optim.linalg.kronecker import precondition, update_kronecker_factors_kl
+from lather.optim.linalg.kronecker import (
+    precondition,
+    update_kronecker_factors_kl,
+    without_rounding,
+)
 from lather.optim.options import Betas, Decay, Interval, NonNegative, Positive, Rate, Steps
 from lather.optim.rule import Entry, Matrix, Rule, State
 from lather.optim.rules.adamw import AdamWRule, adam_moments
@@ -104,7 +108,8 @@ class KLSOAPRule(BasisRule):
             correct_bias=self.correct_bias,
             nesterov=self.nesterov,
         )
-        return clip_rms(precondition(u, bases, "out"), self.max_update_rms)
+        u = precondition(u, without_rounding(bases, m.to(u.dtype)), "out")
+        return clip_rms(u, self.max_update_rms)
 
     @property
     def first_refresh(self) -> int:

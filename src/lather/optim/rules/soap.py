@@ -27,6 +27,7 @@ from lather.optim.linalg.kronecker import (
     bias_corrected_beta,
     precondition,
     update_kronecker_factors,
+    without_rounding,
 )
 from lather.optim.linalg.newton_schulz import orthogonalize, update_scale
 from lather.optim.linalg.scale import column
@@ -136,7 +137,8 @@ class SOAPRule(BasisRule):
             correct_bias=self.correct_bias,
             nesterov=self.use_nesterov,
         )
-        u = self._normalized(precondition(u, bases, "out"), factors)
+        u = precondition(u, without_rounding(bases, m.to(u.dtype)), "out")
+        u = self._normalized(u, factors)
 
         x = g
         if self.statistics_of == "momentum":

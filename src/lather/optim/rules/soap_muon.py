@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lather.kernels.adam_in_basis import adam_in_basis
-from lather.optim.linalg.kronecker import precondition, update_kronecker_factors
+from lather.optim.linalg.kronecker import precondition, update_kronecker_factors, without_rounding
 from lather.optim.options import Count, Decay, NonNegative
 from lather.optim.rule import Entry, Matrix, State, rms
 from lather.optim.rules.bases import BasisRule
@@ -74,7 +74,7 @@ class SOAPMuonRule(MuonRule, BasisRule):
             eps = (self.eps * rms(x)).clamp_min(math.sqrt(limits.tiny * limits.eps))
             betas = (0.0, self.beta2)  # x is a momentum already
             y = adam_in_basis(x, x, s["exp_avg_sq"], t, betas, eps)
-            x = precondition(y, bases, "out")
+            x = precondition(y, without_rounding(bases, x), "out")
         return self.finished(x, s)
 
     @property
