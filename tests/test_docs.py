@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import reference_tables
-from lather import optim
+from lather import formats, optim
 from lather.cli import COMMANDS
 from lather.optim import MatrixOptimizer, Rule, state_bytes
 from lather.optim.options import options_of
@@ -94,6 +94,16 @@ def tables_of(text: str) -> list[list[list[str]]]:
         ]
         for block in blocks
     ]
+
+
+def test_the_table_of_formats_is_that_of_the_code() -> None:
+    ((_, *rows),) = tables_of(section(DOCS / "checkpoints.md", "Formats"))
+    forms = [form for form in vars(formats).values() if isinstance(form, formats.Format)]
+    assert [row[0] for row in rows] == [form.noun for form in forms]
+    for (_, number, _, readers), form in zip(rows, forms, strict=True):
+        assert number == str(form.number)
+        named = dict(re.findall(r"(?:^|; )(\d+)[^:;]*: commit (\w+)", readers))
+        assert named == {str(old): commit for old, commit in form.readers.items()}
 
 
 @pytest.mark.parametrize(("table", "unit"), [(0, 2**20), (1, 2**30)])
