@@ -89,6 +89,18 @@ def test_the_machine_of_rank_0_under_slurm(changes: dict[str, str], host: str) -
     assert world.address[0] == host
 
 
+def test_machines_may_have_different_numbers_of_tasks() -> None:
+    tasks = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,3(x2)", "SLURM_LOCALID": "2"}
+    world = World.of_environment({**tasks, "SLURM_NODEID": "2"})
+    assert world is not None
+    assert (world.local_rank, world.local_size) == (2, 3)
+    with pytest.raises(
+        ConfigError,
+        match=r"^the environment variable SLURM_LOCALID = 2 is not valid: it must be from 0 to 1, ",
+    ):
+        World.of_environment({**tasks, "SLURM_NODEID": "0"})
+
+
 @pytest.mark.parametrize(
     "environment",
     [

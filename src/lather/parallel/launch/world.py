@@ -43,38 +43,56 @@ class World:
         """Return the world that torchrun or srun describes; None if neither has started this
         process, or if it is the only one.
 
-        Raises ConfigError if a required variable is missing.
+        Raises ConfigError if a required variable is missing, or not a number that a job of this
+        size has.
         """
         number = _Numbers(environment)
         if {"RANK", "WORLD_SIZE"} <= environment.keys():
-            return cls._of_torchrun(number) if number["WORLD_SIZE"] != 1 else None
+            return cls._of_torchrun(number)
         # a batch script without srun has only the first of these
         if {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
-            return cls._of_slurm(number) if number["SLURM_STEP_NUM_TASKS"] != 1 else None
+            return cls._of_slurm(number)
         return None
 
     @classmethod
-    def _of_torchrun(cls, number: _Numbers) -> World:
-        size = number["WORLD_SIZE"]
-        address = number.text("MASTER_ADDR"), number["MASTER_PORT"]
-        local_size = number.get("LOCAL_WORLD_SIZE", size)
-        return cls(number["RANK"], size, number["LOCAL_RANK"], local_size, address)
+    def _of_torchrun(cls, number: _Numbers) -> World | None:
+        size = number.within("WORLD_SIZE", least=1)
+        reason = f"WORLD_SIZE is {size}"
+        rank = number.index("RANK", size, reason)
+        if size == 1:
+            return None
+        address = number.text("MASTER_ADDR"), number.port()
+        local_size = size
+        if "LOCAL_WORLD_SIZE" in number.environment:
+            local_size = number.within("LOCAL_WORLD_SIZE", least=1, most=(size, reason))
+            reason = f"LOCAL_WORLD_SIZE is {local_size}"
+        local_rank = number.index("LOCAL_RANK", local_size, reason)
+        return cls(rank, size, local_rank, local_size, address)
 
     @classmethod
-    def _of_slurm(cls, number: _Numbers) -> World:
-        size = number["SLURM_STEP_NUM_TASKS"]
+    def _of_slurm(cls, number: _Numbers) -> World | None:
+        size = number.within("SLURM_STEP_NUM_TASKS", least=1)
+        reason = f"SLURM_STEP_NUM_TASKS is {size}"
+        rank = number.index("SLURM_PROCID", size, reason)
+        if size == 1:
+            return None
         job, step = number.get("SLURM_JOB_ID", 0), number.get("SLURM_STEP_ID", 0)
-        port = number.get("MASTER_PORT", FIRST_SLURM_PORT + (job * 97 + step) % NUM_SLURM_PORTS)
-        # such as "4(x2)"
-        tasks = re.match(r"\d+", number.environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        local_size = int(tasks[0]) if tasks else size
-        address = _first_host(number.environment), port
+        port = FIRST_SLURM_PORT + (job * 97 + step) % NUM_SLURM_PORTS
+        if "MASTER_PORT" in number.environment:
+            port = number.port()
+        local_size, tasks = size, number.environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+        # such as "4(x2),3": machines 0 and 1 have four tasks each, machine 2 has three
+        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+        counts = [int(count) for count, machines in groups for _ in range(int(machines or 1))]
+        if (machine := number.get("SLURM_NODEID", 0)) < len(counts):
+            local_size = counts[machine]
+            reason = f"SLURM_STEP_TASKS_PER_NODE is {tasks} and this is machine {machine}"
         return cls(
-            number["SLURM_PROCID"],
+            rank,
             size,
-            number["SLURM_LOCALID"],
+            number.index("SLURM_LOCALID", local_size, reason),
             local_size,
-            address,
+            (_first_host(number.environment), port),
             sees_one_device=True,
         )
 
@@ -109,17 +127,33 @@ class _Numbers:
             )
         return self.environment[name]
 
-    def __getitem__(self, name: str) -> int:
-        text = self.text(name)
-        if not text.isdecimal():
-            raise ConfigError(
-                f"the environment variable {name} = {text!r} is not valid: it must be a whole "
-                "number"
-            )
-        return int(text)
+    def within(self, name: str, least: int, most: tuple[int, str] | None = None) -> int:
+        """Return a number. Raises ConfigError if it is below `least`, or above the first of `most`,
+        with the second as the reason."""
+        text, constraint = self.text(name), "a whole number"
+        shown = repr(text)
+        if re.fullmatch(r"-?[0-9]+", text):
+            number = int(text)
+            if number >= least and (most is None or number <= most[0]):
+                return number
+            shown, constraint = text, f"at least {least}"
+            if most is not None:
+                limits = f"from {least} to {most[0]}" if most[0] > least else str(least)
+                constraint = f"{limits}, because {most[1]}"
+        raise ConfigError(
+            f"the environment variable {name} = {shown} is not valid: it must be {constraint}"
+        )
+
+    def index(self, name: str, size: int, reason: str) -> int:
+        """Return the number of one of `size` ranks. Raises ConfigError, with the reason, if it is
+        none."""
+        return self.within(name, least=0, most=(size - 1, reason))
+
+    def port(self) -> int:
+        return self.within("MASTER_PORT", least=1, most=(65535, "it is a port"))
 
     def get(self, name: str, default: int) -> int:
-        return self[name] if name in self.environment else default
+        return self.within(name, least=0) if name in self.environment else default
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
