@@ -153,6 +153,34 @@ def test_the_template_of_the_data_is_taken_where_no_other_is_left(
         (folder / "away").rename(base)
 
 
+def test_data_of_another_tokenizer_is_refused_with_the_command_that_makes_it_anew(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats, texts, other = folder / "chats.jsonl", tmp_path / "texts", str(tmp_path / "other")
+    texts.mkdir()
+    for name in "abcd":
+        shutil.copyfile(chats, texts / f"{name}.txt")
+    assert main(["data", "make", other, str(chats), "--chat", "--vocab-size", "270"]) == 0
+    command = tuning(folder, tmp_path / "run")
+    command[command.index(str(folder / "chats"))] = other
+    capsys.readouterr()
+    assert main(command) == 2
+    base = folder / "base"
+    assert capsys.readouterr().err == (
+        f"lather: error: init_from = '{base}' was trained with another tokenizer than that of "
+        f"{other}: make the data set with `lather data make NEW SOURCE --tokenizer {base}`, and "
+        "give it as data.path\n"
+    )
+    start = command.index("--data.path")
+    made = ["--data.source", str(texts), "--data.tokenizer", f"{other}/tokenizer.json"]
+    made += ["--data.cache-dir", str(tmp_path)]
+    assert main([*command[:start], *made, *command[start + 2 :]]) == 2
+    assert capsys.readouterr().err == (
+        f"lather: error: init_from = '{base}' was trained with another tokenizer: give "
+        f"data.tokenizer = '{base}/tokenizer.json'\n"
+    )
+
+
 def test_a_run_may_start_from_a_checkpoint_of_another(
     folder: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -264,7 +264,10 @@ def test_another_tokenizer_or_vocabulary_is_refused(two: DataConfig, data: DataC
     path = (two.path[0], str(opened(data).folder))
     with pytest.raises(DataError, match=r"was made with another tokenizer than .*one"):
         open_datasets(DataConfig(path=path), VOCABULARY, print)
-    fault = r"has a vocabulary of 300 tokens, but model\.vocab_size is 299: they do not fit"
+    fault = (
+        r"has a vocabulary of 300 tokens, but model\.vocab_size is 299: give "
+        r"model\.vocab_size 300 or more, or another data set$"
+    )
     with pytest.raises(DataError, match=fault):
         open_datasets(DataConfig(path=two.path[:1]), VOCABULARY - 1, print)
 

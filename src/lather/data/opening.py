@@ -73,7 +73,8 @@ def _check(dataset: DataSet, first: DataSet, vocab_size: int) -> None:
     if manifest.vocab_size > vocab_size:
         raise DataError(
             f"{dataset.folder} has a vocabulary of {manifest.vocab_size} tokens, but "
-            f"model.vocab_size is {vocab_size}: they do not fit"
+            f"model.vocab_size is {vocab_size}: give model.vocab_size {manifest.vocab_size} or "
+            "more, or another data set"
         )
     if tokenizer and manifest.tokenizer_sha256 not in ("", tokenizer):
         raise DataError(

@@ -6,6 +6,7 @@ a model and adds new adapters."""
 from __future__ import annotations
 
 import contextlib
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -107,14 +108,17 @@ def check_same_model(init_from: str, theirs: ModelConfig, ours: ModelConfig) -> 
             )
 
 
-def check_same_tokenizer(source: Path, ours: Path) -> None:
-    """Raise DataError if the initial weights were trained with another tokenizer."""
+def check_same_tokenizer(source: Path, ours: Path, *, is_given: bool) -> None:
+    """Raise DataError if the initial weights were trained with another tokenizer than that of the
+    data set; `is_given`: it is a data set of `data.path`, not made for this run."""
     theirs = source / TOKENIZER_FILE
     if theirs.exists() and not same_tokenizer(theirs, ours):
-        raise DataError(
-            f"init_from = {str(source)!r} was trained with another tokenizer: give data.tokenizer "
-            f"= {str(theirs)!r}"
-        )
+        what, remedy = "another tokenizer", f"give data.tokenizer = {str(theirs)!r}"
+        if is_given:
+            what = f"another tokenizer than that of {ours.parent}"
+            make = f"lather data make NEW SOURCE --tokenizer {shlex.quote(str(source))}"
+            remedy = f"make the data set with `{make}`, and give it as data.path"
+        raise DataError(f"init_from = {str(source)!r} was trained with {what}: {remedy}")
 
 
 def load_weights(path: Path, state: TrainingState, config: Config) -> None:

@@ -202,7 +202,8 @@ def open_on_all_ranks(
         if run_dir is not None:
             data = open_run_data(config, report, phases)
             if weights is not None and data.tokenizer is not None:
-                check_same_tokenizer(folder_of(config.init_from), data.tokenizer)
+                source, is_given = folder_of(config.init_from), bool(config.data.path)
+                check_same_tokenizer(source, data.tokenizer, is_given=is_given)
             run_dir.check_data(data)
     identities = broadcast({} if data is None else data.identities, mesh.control_group)
     with errors_on_all_ranks(mesh.control_group):
