@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from forked import ForkedPython, fresh_python
 from lather.data import making, sources, work
 from lather.data.dataset import DataSet
 from lather.data.documents import load_tokenizer, train_tokenizer
-from lather.data.recipe import END_OF_TEXT
+from lather.data.making import make_dataset
+from lather.data.recipe import END_OF_TEXT, DataRecipe
 from lather.errors import DataError
 from lather.formats import DATA_SET
 
@@ -440,3 +442,14 @@ def test_large_files_whose_line_ends_are_no_single_bytes_are_read_whole(
     assert texts_of(make(tmp_path / "a.txt", encoding=given)) == [text]
     separated = make(tmp_path / "a.txt", name="separated", encoding=given, separator="line 70000\n")
     assert texts_of(separated) == text.split("line 70000\n")
+
+
+def test_an_end_of_text_that_the_texts_spell_is_refused(tmp_path: Path) -> None:
+    """Byte-level BPE would give its characters in a text the same token."""
+    for name in "ab":
+        (tmp_path / name).write_text("the end of the text, the very end")
+    recipe = DataRecipe((str(tmp_path),), vocab_size=300, end_of_text="the")
+    with pytest.raises(DataError, match=r"^end_of_text = 'the' is also a token of the texts: give"):
+        make_dataset(tmp_path / "made", recipe, print, workers=1)
+    made = make_dataset(tmp_path / "made", replace(recipe, end_of_text="<the>"), print, workers=1)
+    assert made.manifest.end_token == 0

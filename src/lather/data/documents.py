@@ -7,6 +7,7 @@ that end with a line or a word, so that memory stays flat.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -186,22 +187,22 @@ def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, end_of_text: str) -> Tokenizer:
     """Train a byte-level BPE tokenizer: it encodes any text, and decodes it to the same text. Token
-    0 is `end_of_text`."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size < len(alphabet) + 1:
-        raise DataError(
-            f"model.vocab_size = {vocab_size} is too small for byte-level BPE: give at least "
-            f"{len(alphabet) + 1}"
-        )
+    0 is `end_of_text`. Raises DataError if the texts make the same token of their characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[end_of_text],
-        initial_alphabet=alphabet,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    if any("".join(pair) == end_of_text for pair in merges):
+        raise DataError(
+            f"end_of_text = {end_of_text!r} is also a token of the texts: give one that they do "
+            "not have, such as '<|endoftext|>'"
+        )
     tokenizer.encode_special_tokens = True
     return tokenizer

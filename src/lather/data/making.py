@@ -29,7 +29,7 @@ import lather
 from lather.cores import num_cores
 from lather.data.dataset import FILES, MANIFEST, NOTES, SKIPPED, TOKENIZER, DataSet, Manifest, Split
 from lather.data.documents import load_tokenizer, train_tokenizer
-from lather.data.recipe import DataRecipe
+from lather.data.recipe import LEAST_TRAINED, DataRecipe
 from lather.data.sources import Listing, ReadUnit, divide, kind_instead, list_sources
 from lather.data.work import (
     SPLITS,
@@ -41,7 +41,7 @@ from lather.data.work import (
     is_done,
     report_path,
 )
-from lather.errors import DataError
+from lather.errors import DataError, require
 from lather.files import digest_of, read_text, reason, sha256, sync, write_aside
 from lather.formats import DATA_SET
 
@@ -69,6 +69,10 @@ def divide_sources(recipe: DataRecipe) -> Division:
             "neither tokenizer nor vocab_size is given: give a tokenizer.json, or a size (for "
             "texts, a tokenizer of that size is trained)"
         )
+    is_trained = not recipe.tokenizer and not are_tokens(recipe, sources)
+    is_enough = not is_trained or recipe.vocab_size >= LEAST_TRAINED
+    constraint = f"at least {LEAST_TRAINED} for byte-level BPE, or give a tokenizer"
+    require(is_enough, "vocab_size", recipe.vocab_size, constraint)
     kinds = {file.path: kind for file in sources.files if (kind := kind_instead(file))}
     units = divide([file for file in sources.files if file.path not in kinds], recipe)
     sources.skipped += sorted(
@@ -77,6 +81,11 @@ def divide_sources(recipe: DataRecipe) -> Division:
         if file.path in kinds
     )
     return Division(recipe, sources, units)
+
+
+def are_tokens(recipe: DataRecipe, sources: Listing) -> bool:
+    """Return whether the sources are tokens already, for which no tokenizer is trained."""
+    return recipe.token_rows or sources.files[0].kind == "tokens"
 
 
 def make_dataset(
@@ -221,14 +230,18 @@ def _tokenizer(division: Division, folder: Path, show_line: ShowLine) -> Tokeniz
                 source, "tokenizer must be a tokenizer.json, a folder that has one, or empty"
             )
             show_line(f"tokenizer: {source}")
-        elif recipe.token_rows or division.sources.files[0].kind == "tokens":
+        elif are_tokens(recipe, division.sources):
             return None
         else:
             show_line(
                 f"tokenizer: byte-level BPE of {recipe.vocab_size} tokens, trained on the texts"
             )
             texts = _texts_for_tokenizer(division)
-            tokenizer = train_tokenizer(texts, recipe.vocab_size, recipe.end_of_text)
+            try:
+                tokenizer = train_tokenizer(texts, recipe.vocab_size, recipe.end_of_text)
+            except DataError:  # a start with other options may follow
+                (folder.parent / PLAN).unlink()
+                raise
         write_aside(file, tokenizer.to_str(pretty=True))
     return load_tokenizer(file, f"delete {folder.parent} to start again")
 

@@ -17,6 +17,11 @@ from lather.files import digest_of, sha256
 from lather.formats import DATA_SET
 
 END_OF_TEXT = "<|endoftext|>"
+END_OF_TRAINED = f"at least 2 characters without a tokenizer, such as {END_OF_TEXT!r}"
+"""Constraint on the end of text of a tokenizer that is trained: each byte has a token of one
+character."""
+LEAST_TRAINED = 257
+"""Tokens of the smallest byte-level BPE tokenizer: one for each byte, and the end of text."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class DataRecipe:
         require(bool(self.pattern), "pattern", self.pattern, "a glob such as '*.txt'")
         require(bool(self.field), "field", self.field, "a field's name")
         require(self.vocab_size >= 0, "vocab_size", self.vocab_size, "at least 0 tokens")
+        is_end = bool(self.tokenizer) or len(self.end_of_text) >= 2
+        require(is_end, "end_of_text", self.end_of_text, END_OF_TRAINED)
         require(every == 0 or every >= 2, "holdout_every", every, "0, or at least 2 documents")
         require(self.shard_tokens >= 1, "shard_tokens", self.shard_tokens, "at least 1 token")
         is_one = not (self.chat and self.token_rows)
