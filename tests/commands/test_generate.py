@@ -174,3 +174,13 @@ def test_a_damaged_template_is_one_line(trained: Path, capsys: pytest.CaptureFix
     finally:
         settings.unlink()
     assert f"{settings}: not readable" in capsys.readouterr().err
+
+
+def test_a_conversation_without_standard_input_is_refused_before_the_model_is_sought(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `<&-` closes it."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", "nowhere", "--chat"]) == 2
+    error = "--chat reads standard input, which is closed: leave it open, or give --message TEXT"
+    assert capsys.readouterr().err == f"lather: error: {error}\n"

@@ -112,6 +112,11 @@ def _check(parsed: GenerateArguments) -> None:
         raise UserError(
             f"--system precedes a message, but {names[0]} was given: use --message or --chat"
         )
+    # closed before this process started, as by `<&-`
+    if parsed.chat and sys.stdin is None:
+        raise UserError(
+            "--chat reads standard input, which is closed: leave it open, or give --message TEXT"
+        )
     number = parsed.num_samples
     require(number == 1 or not parsed.chat, "--num-samples", number, "1 with --chat")
 
