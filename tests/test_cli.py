@@ -239,24 +239,31 @@ def test_a_reader_that_never_reads_gets_no_error_either(is_buffered: bool) -> No
     assert process.returncode == 0
 
 
-def test_a_full_disk_is_one_line_and_leaves_no_debris(
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (errno.ENOSPC, r"No space left on device: [\d,]+ bytes are free there\): make room, "),
+        (errno.EFBIG, r"File too large\): raise the limit on the size of a file \(ulimit -f, "),
+        (errno.EROFS, r"Read-only file system\): make the disk writable, "),
+        (errno.EIO, r"Input/output error\): check the disk, "),
+    ],
+)
+def test_a_failing_disk_is_one_line_and_leaves_no_debris(
+    number: int,
+    why: str,
     finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(checkpoint_save, "write_safetensors", full)
     assert main(["train", str(finished / "tiny.toml"), "--run-dir", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
-    assert re.search(
-        r"/run/checkpoints cannot be written \(No space left on device: [\d,]+ bytes are free "
-        r"there\): make room",
-        error,
-    )
+    assert re.search(rf"/run/checkpoints cannot be written \({why}.*then start again$", error)
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
 
 

@@ -20,7 +20,7 @@ from lather.allocator import allocator_variables
 from lather.commands import COMMANDS
 from lather.cores import waiting_variables
 from lather.errors import UserError
-from lather.files import NO_SPACE, reason
+from lather.files import REMEDIES, reason
 from lather.lines import fit
 from lather.output import discard_output, settle_output
 from lather.parallel.launch.requests import hold_signals
@@ -71,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_output()
         return 0
     except OSError as error:
-        if error.errno not in NO_SPACE:
+        if error.errno not in REMEDIES:
             raise
-        file = error.filename or "a file"
+        remedy, file = REMEDIES[error.errno], error.filename or "a file"
         why = reason(error, Path(file))
-        _complain(f"stopped: {file} cannot be written ({why}): make room, then start again")
+        _complain(f"stopped: {file} cannot be written ({why}): {remedy}, then start again")
         return 1
     except KeyboardInterrupt:
         return 130

@@ -74,16 +74,23 @@ def sync(path: Path) -> None:
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk, and of a user's exhausted quota."""
+REMEDIES = {
+    **dict.fromkeys(NO_SPACE, "make room"),
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f, or that of the file system)",
+    errno.EROFS: "make the disk writable, or use another one",
+    errno.EIO: "check the disk, or use another one",
+}
+"""Remedies by the numbers of the errors that a disk may give to a write at any moment."""
 
 
 @contextlib.contextmanager
-def names_full_disk(path: Path) -> Iterator[None]:
-    """Raise the OSError of a full disk in the block with the name `path`: that of a write has no
-    name, and that of a copy the source's."""
+def names_failing_disk(path: Path) -> Iterator[None]:
+    """Raise the OSError of a disk (`REMEDIES`) in the block with the name `path`: that of a write
+    has no name, and that of a copy the source's."""
     try:
         yield
     except OSError as error:
-        if error.errno in NO_SPACE:
+        if error.errno in REMEDIES:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
 
@@ -147,7 +154,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 def write_aside(path: Path, content: str | bytes) -> None:
     """Replace the file atomically; if that fails, delete what was written."""
-    with names_full_disk(path), replaced(path) as aside:
+    with names_failing_disk(path), replaced(path) as aside:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(aside)
     sync(path.parent)
@@ -201,7 +208,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
     try:
         _take(lock, aside, target)
         try:
-            with names_full_disk(target):
+            with names_failing_disk(target):
                 yield aside
                 for path in (*aside.rglob("*"), aside):
                     sync(path)

@@ -49,7 +49,7 @@ from lather.checkpoint.folder import (
 from lather.checkpoint.state import TrainingState
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
-from lather.files import names_full_disk, sha256, sync
+from lather.files import names_failing_disk, sha256, sync
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter
 from lather.safetensors_file import DTYPE_NAMES, TensorToWrite, open_safetensors, write_safetensors
 
@@ -224,7 +224,7 @@ class CheckpointWriter:
             for name, piece in sorted(by_name.items())
         ]
         file, digest = self.aside / rank_file(self.rank), hashlib.sha256()
-        with names_full_disk(self.target.parent):
+        with names_failing_disk(self.target.parent):
             write_safetensors(file, tensors, digest.update)
         return StoredFile(file.name, file.stat().st_size, digest.hexdigest())
 
@@ -239,7 +239,7 @@ class CheckpointWriter:
                     f"{path}: was written by another rank, but is not here: give a run_dir that "
                     "all ranks share"
                 )
-        with names_full_disk(folder):
+        with names_failing_disk(folder):
             table.write(self.aside)
         sync(self.aside)
         self.aside.rename(self.target)

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from lather.device import gpu_module, is_gpu
-from lather.files import names_full_disk
+from lather.files import names_failing_disk
 from lather.parallel.fsdp_units import FsdpUnit
 from lather.parallel.side_streams import SideStream
 from lather.pipeline.recorder import Recorder
@@ -169,5 +169,5 @@ def append_timeline(path: Path, step: int, events: Iterable[Event]) -> None:
         }
         for event in events
     ]
-    with names_full_disk(path), path.open("a", encoding="utf-8") as file:
+    with names_failing_disk(path), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

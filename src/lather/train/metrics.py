@@ -23,7 +23,7 @@ from lather.checkpoint.folder import Progress
 from lather.config.records import LogConfig
 from lather.device import gpu_module, is_gpu
 from lather.engine.step_reading import StepResult
-from lather.files import names_full_disk, read_rows, sync, write_aside
+from lather.files import names_failing_disk, read_rows, sync, write_aside
 from lather.train.pace import Pace
 from lather.train.trackers import numbers_of, start_trackers
 
@@ -299,7 +299,7 @@ class MetricsWriter:
         text = json.dumps(asdict(row) if isinstance(row, StepRow) else row)
         # a number that is not finite becomes None
         values: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
-        with names_full_disk(self.path):
+        with names_failing_disk(self.path):
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
         if "suspect" in values:  # it has no measurements
@@ -316,7 +316,7 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the file, and complete the records of the trackers even if its disk is full."""
         try:
-            with names_full_disk(self.path):
+            with names_failing_disk(self.path):
                 self.file.close()
         finally:
             for tracker in self.trackers:

@@ -32,7 +32,7 @@ from typing import Literal, NoReturn
 import torch.distributed as dist
 
 from lather.errors import UserError
-from lather.files import NO_SPACE
+from lather.files import REMEDIES
 from lather.parallel.launch.requests import Requests
 from lather.parallel.launch.whereabouts import Standstill, Whereabouts, whereabouts
 
@@ -80,7 +80,7 @@ class Failure:
         now = time.time()
         if isinstance(error, UserError):
             return cls(rank, "user", str(error), now)
-        if isinstance(error, OSError) and error.errno in NO_SPACE:
+        if isinstance(error, OSError) and error.errno in REMEDIES:
             return cls(
                 rank, "space", error.strerror or "", now, error.errno, str(error.filename or "")
             )
