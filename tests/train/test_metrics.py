@@ -106,6 +106,17 @@ def test_a_last_line_that_a_kill_left_unfinished_is_passed_over(
     assert [row["step"] for row in read_rows(path)] == [1, 2]
 
 
+def test_a_run_without_a_checkpoint_says_what_it_drops(
+    tmp_path: Path, five_steps: list[Any]
+) -> None:
+    write(tmp_path, five_steps)
+    notes: list[str] = []
+    MetricsWriter(tmp_path, None, note=notes.append).close()
+    said = "begins again at step 0; the metrics of 5 steps are dropped"
+    assert notes == [f"no checkpoint in {tmp_path}: {said}"]
+    MetricsWriter(tmp_path, None, note=pytest.fail).close()
+
+
 LINES = ("{", "[]", "3", "null", "{}", '{"step": "x"}', '{"step": 1e999}', "\x00\x00", "\udcff")
 
 

@@ -292,6 +292,11 @@ class MetricsWriter:
         """`configuration`: values by dotted key, for the trackers; `note` shows a line."""
         self.path = run_dir / "metrics.jsonl"
         self.trackers = start_trackers(log, run_dir, resume_step, configuration or {}, note)
+        if resume_step is None and (dropped := sum("loss" in row for row in read_rows(self.path))):
+            note(
+                f"no checkpoint in {run_dir}: begins again at step 0; the metrics of "
+                f"{dropped:,} steps are dropped"
+            )
         cut_rows(self.path, resume_step)
         self.file = self.path.open("a")
 
