@@ -267,9 +267,11 @@ def write_numbers(out: Path, content: Mapping[str, Any]) -> None:
         write_json(aside, content, indent=1)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(
+    path: Path, lacks: Callable[[Mapping[str, Any]], str] = lambda row: ""
+) -> list[dict[str, Any]]:
     """Read the rows of a file such as `metrics.jsonl`; an incomplete last line, left by a killed
-    process, is skipped.
+    process, is skipped. `lacks` names the field that a row lacks; empty: none.
 
     Raises RunError, with file and line number, for any other line that is not a row.
     """
@@ -278,17 +280,22 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     lines = read_text(path, errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
         try:
-            if line:
-                row = json.loads(line)
-                row["step"] = int(row["step"])
-                rows.append(row)
+            row = json.loads(line)
+            row["step"] = int(row["step"])
+            missing = lacks(row)
+            fault = missing and f" (it has no {missing})"
         except (ValueError, KeyError, TypeError, OverflowError):
-            if number < len(lines):
-                raise RunError(
-                    f"{path}, line {number}: not a row of metrics: restore the file, or start "
-                    "again in another run directory"
-                ) from None
+            row, fault = {}, ""
+        if row and not fault:
+            rows.append(row)
+        elif number < len(lines):
+            raise RunError(
+                f"{path}, line {number}: not a row of metrics{fault}: restore the file, or start "
+                "again in another run directory"
+            )
     return rows
 
 

@@ -141,7 +141,7 @@ def test_a_run_without_steps_is_named(make_run: MakeRun, tmp_path: Path) -> None
 def test_rows_that_are_not_those_of_a_run_are_named(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run("run", num_steps=3)
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
-    with pytest.raises(RunError, match=r"not the metrics of a run .*: restore the file"):
+    with pytest.raises(RunError, match=r", line 1: not a row of metrics \(it has no seconds\): "):
         draw([run], tmp_path / "out.png")
 
 

@@ -199,6 +199,28 @@ def test_a_run_without_a_file_or_with_a_damaged_one_shows_the_rest(run: Path, na
     assert absent[part] == damaged[part] == before[part]
 
 
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        ("garbage\n", "not a row of metrics"),
+        ('{"step": 6, "loss": NaN}\n', "not a row of metrics (it has no seconds)"),
+        ('{"step": 6, "validation_loss": 2}\n', "not a row of metrics (it has no seconds)"),
+    ],
+)
+def test_a_damaged_row_is_named_by_the_command_too(
+    run: Path, capsys: pytest.CaptureFixture[str], damage: str, why: str
+) -> None:
+    metrics = run / "metrics.jsonl"
+    number = len(metrics.read_text().splitlines()) + 1
+    with metrics.open("a") as file:
+        file.write(damage)
+    assert main(["report", str(run)]) == 0
+    said = f"{metrics}, line {number}: {why}: restore the file, or "
+    assert capsys.readouterr().err.startswith(f"note: metrics.jsonl cannot be read: {said}")
+    assert main(["plot", str(run), "--out", str(run / "new.png")]) == 2
+    assert capsys.readouterr().err.startswith(f"lather: error: {said}")
+
+
 def test_a_run_in_progress_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(whole[:3]) + whole[4][:20])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -36,5 +37,6 @@ def report_command(arguments: list[str]) -> None:
     from lather.train.report import REPORT, write_report  # matplotlib takes a second to import
 
     out = parsed.out or run / REPORT
-    write_report(run, out)
+    for note in write_report(run, out):
+        print(f"note: {note}", file=sys.stderr)
     print(out)

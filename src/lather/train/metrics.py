@@ -335,6 +335,33 @@ def cut_rows(path: Path, resume_step: int | None) -> None:
     write_aside(path, "".join(lines))
 
 
+NEEDED = (
+    "seconds",
+    "step_seconds",
+    "optimizer_seconds",
+    "tokens",
+    "tokens_per_second",
+    "peak_memory_bytes",
+)
+"""Numbers that each row of a step has, in runs of all versions."""
+
+LOSSES = ("loss", "validation_loss", "average_validation_loss")
+"""Numbers that may be null."""
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Read the rows of a run. Raises RunError, with file and line number, for a line that is not a
+    row, or lacks a number that its kind of row has."""
+
+    def lacks(row: Mapping[str, Any]) -> str:
+        losses = [name for name in LOSSES if row.get(name) is not None]
+        names = NEEDED if "loss" in row else ("seconds",) if "validation_loss" in row else ()
+        numbers = (*losses, *names)
+        return next((name for name in numbers if not isinstance(row.get(name), int | float)), "")
+
+    return read_rows(run / "metrics.jsonl", lacks)
+
+
 def training_rows(rows: Iterable[R]) -> Iterator[R]:
     """Return the rows of training steps that were not skipped."""
     return (row for row in rows if "loss" in row and not row.get("skipped"))

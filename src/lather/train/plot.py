@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from lather.config.changes import History
 from lather.durations import unit_of_axis
 from lather.errors import RunError
-from lather.files import read_rows, whole_file
-from lather.train.metrics import training_rows
+from lather.files import whole_file
+from lather.train.metrics import read_metrics, training_rows
 
 Array = npt.NDArray[np.float64]
 
@@ -69,9 +69,9 @@ class Curves:
 
 
 def read_curves(run_dir: Path, name: str = "") -> Curves:
-    """Read a run's metrics. Raises RunError if the run has no training steps."""
+    """Read a run's metrics. Raises RunError if it has no training steps, or a damaged row."""
     file = run_dir / "metrics.jsonl"
-    rows, history = read_rows(file), History.read(run_dir, {})
+    rows, history = read_metrics(run_dir), History.read(run_dir, {})
     steps = list(training_rows(rows))
     if not steps:
         raise RunError(
@@ -79,13 +79,10 @@ def read_curves(run_dir: Path, name: str = "") -> Curves:
         )
     validations = [row for row in rows if row.get("validation_loss") is not None]
     fields = ("step", "seconds", "loss", "step_seconds", "optimizer_seconds")
-    try:
-        training = _columns(steps, *fields)
-        validation = _columns(validations, "step", "seconds", "validation_loss")
-        of_average = [row.get(AVERAGE) for row in validations]
-        validation[AVERAGE] = np.array(of_average, np.float64)  # None becomes NaN
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{file}: not the metrics of a run ({error!r}): restore the file") from None
+    training = _columns(steps, *fields)
+    validation = _columns(validations, "step", "seconds", "validation_loss")
+    of_average = [row.get(AVERAGE) for row in validations]
+    validation[AVERAGE] = np.array(of_average, np.float64)  # None becomes NaN
     changes = tuple((row.step, row.brief()) for row in history.rows)
     return Curves(name or run_dir.resolve().name, training, validation, changes)
 

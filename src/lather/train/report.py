@@ -28,7 +28,7 @@ from lather.durations import duration, unit_of_axis
 from lather.engine.step_reading import NO_LABELS, NOT_FINITE
 from lather.engine.trained_parameters import active_parameters, trained_parameters
 from lather.errors import UserError
-from lather.files import optional_file, read_rows, read_text, whole_file
+from lather.files import optional_file, read_text, whole_file
 from lather.lines import short_number
 from lather.pipeline import picture
 from lather.pipeline.replay import Timeline
@@ -36,7 +36,7 @@ from lather.pipeline.timeline import FILE as TIMELINE
 from lather.train.best import has_ended, validations
 from lather.train.memory_check import FILE as MEMORY
 from lather.train.memory_check import differences, sizes_of
-from lather.train.metrics import training_rows
+from lather.train.metrics import read_metrics, training_rows
 from lather.train.plot import draw, smoothed
 from lather.train.run_dir import data_sets_of
 from lather.train.trained_model import SAMPLE
@@ -88,10 +88,12 @@ def draw_run(run: Path, note: Callable[[str], None]) -> None:
         write_report(run, run / REPORT)
 
 
-def write_report(run_dir: Path, out: Path) -> None:
-    """Write the page. Raises UserError if `out` cannot be written."""
+def write_report(run_dir: Path, out: Path) -> list[str]:
+    """Write the page; return a sentence for each file that cannot be read. Raises UserError if
+    `out` cannot be written."""
     notes: list[str] = []
-    data = {**report_data(run_dir, notes), "notes": list(dict.fromkeys(notes))}
+    data = report_data(run_dir, notes)
+    data["notes"] = list(dict.fromkeys(notes))
     read = partial(read_text, errors="replace")
     texts = {
         "configuration": _part(notes, run_dir / "config.toml", read, ""),
@@ -101,6 +103,7 @@ def write_report(run_dir: Path, out: Path) -> None:
     }
     with whole_file(out, "--out") as aside:
         page.write_page(aside, ("lather.train", "report_page.html"), data, **texts)
+    return list(dict.fromkeys(notes))
 
 
 def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
@@ -110,7 +113,7 @@ def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
     def part(name: str, read: Callable[[Path], Any], otherwise: Any) -> Any:
         return _part(notes, run_dir / name, read, otherwise)
 
-    rows: list[dict[str, Any]] = part("metrics.jsonl", read_rows, [])
+    rows: list[dict[str, Any]] = part("metrics.jsonl", lambda _: read_metrics(run_dir), [])
     steps = [row for row in rows if "loss" in row]
     config: Config | None = part("config.toml", lambda _: load_run(run_dir).resolved(), None)
     planned = config.train.steps if config else None
