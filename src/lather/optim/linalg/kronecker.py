@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lather.device import Read, is_cpu, is_gpu, is_true
 from lather.kernels.symmetric_product import add_symmetric_product, symmetric_product
-from lather.optim.linalg.scale import LEAST_NORM, column, powers_of_two
+from lather.optim.linalg.scale import LEAST_NORM
 from lather.shapes import Float, Int
 
 Matrices = Mapping[int, Float[Tensor, "b _ _"]]
@@ -75,20 +75,15 @@ def without_rounding(bases: Matrices, x: Float[Tensor, "b *dims"]) -> Matrices:
     its second moment, its rounding would become an update as large as any other."""
     if not bases:
         return bases
-    on_cpu = is_cpu(x)
-    scale = torch.linalg.vector_norm(x.flatten(1), dim=1)
-    in_range = (scale > LEAST_NORM) & scale.isfinite()
-    if on_cpu and not is_true(in_range.all(), Read.CHOICE):
-        x = x / column(powers_of_two(x), x)
-        scale = torch.linalg.vector_norm(x.flatten(1), dim=1)
-        in_range = scale > 0
-    least = ROUNDING * torch.finfo(x.dtype).eps * scale.where(in_range, 0.0)[:, None]
-    rounded = {}
+    sizes = {}
     for dim in bases:
         others = (*range(1, dim + 1), *range(dim + 2, x.dim()))
-        size = torch.linalg.vector_norm(x, dim=others) if others else x.abs()
-        rounded[dim] = size < least
-    if on_cpu and not is_true(torch.cat(tuple(rounded.values()), 1).any(), Read.CHOICE):
+        sizes[dim] = torch.linalg.vector_norm(x, dim=others) if others else x.abs()
+    norm = torch.linalg.vector_norm(sizes[dim], dim=1, keepdim=True)
+    # squares of what is far below the least norm vanish, so that such a matrix keeps all vectors
+    least = (norm - LEAST_NORM) * (ROUNDING * torch.finfo(x.dtype).eps)
+    rounded = {dim: size < least for dim, size in sizes.items()}
+    if is_cpu(x) and not is_true(torch.cat(tuple(rounded.values()), 1).any(), Read.CHOICE):
         return bases
     return {dim: q.masked_fill(rounded[dim][:, None], 0.0) for dim, q in bases.items()}
 
