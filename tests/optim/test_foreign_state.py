@@ -286,3 +286,14 @@ def test_a_state_of_muonium_from_before_some_of_its_options_has_its_defaults() -
     assert old["param_groups"] == new["param_groups"]
     assert old["param_groups"][0]["cautious_decay"] is True
     assert old["param_groups"][0]["ns_coefficients"] == "polar_express"
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (1, 1)], ids=str)
+def test_own_state_with_sides_of_one_is_not_called_foreign(
+    shape: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A factor of one row is the same packed and whole."""
+    a = trained(SOAP, [shape])
+    with caplog.at_level(logging.WARNING):
+        going_on(a, SOAP)
+    assert "another Muon" not in caplog.text

@@ -340,3 +340,7 @@ def test_polar_express_stays_bounded_in_bf16(rank: int) -> None:
         u = orthogonalize(x, steps, "polar_express", "bfloat16")
         largest = torch.linalg.matrix_norm(u, ord=2)
         assert 0.7 < float(largest.min()) <= float(largest.max()) < 1.3
+
+
+def test_matrices_without_elements_are_orthogonalized_to_themselves() -> None:
+    assert orthogonalize(torch.empty(3, 0, 8)).shape == (3, 0, 8)

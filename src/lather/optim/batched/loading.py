@@ -81,7 +81,7 @@ def checked(saved: Mapping[str, Any], groups: Groups, rule_groups: RuleGroups) -
                 if not _is_foreign(saved_group):
                     state = with_optional(layout, state)
                 states[key] = _loaded_state(saved_group, layout, state, number)
-                num_completed += states[key] is not state
+                num_completed += "step" in states[key] and "step" not in state
                 converted = layout.converted(states[key])
                 num_converted += converted is not states[key] and not _is_foreign(saved_group)
                 states[key] = converted

@@ -51,6 +51,8 @@ def with_unit_norms(x: Float[Tensor, "b m n"], dtype: torch.dtype) -> Float[Tens
     zeros stays zero. On a GPU each matrix is divided by its largest element first, because looking
     at its norm first would take longer (`lather.kernels.unit_norm`); on a CPU a matrix out of range
     is divided by a power of two."""
+    if not x.numel():
+        return x.to(dtype)
     if not is_cpu(x):
         return unit_norm(x, dtype)
     norm = norms(x)
