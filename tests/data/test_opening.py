@@ -194,7 +194,7 @@ def test_a_source_that_cannot_be_used_says_so(data: DataConfig, case: str) -> No
 
 
 def test_a_vocabulary_smaller_than_the_bytes_names_field_and_least(data: DataConfig) -> None:
-    with pytest.raises(DataError, match=r"vocab_size = 256 .* at least 257"):
+    with pytest.raises(ConfigError, match=r"vocab_size = 256 .* at least 257"):
         opened(data, 256)
     assert opened(data, 257).manifest.vocab_size == 257
 
