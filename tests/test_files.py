@@ -109,7 +109,8 @@ def test_a_picture(
         full()
 
     row = (
-        '{"step": 1, "loss": 1.0, "seconds": 1.0, "step_seconds": 1.0, "optimizer_seconds": 0.1}\n'
+        '{"step": 1, "loss": 1.0, "seconds": 1.0, "step_seconds": 1.0, "optimizer_seconds": 0.1, '
+        '"tokens": 8, "tokens_per_second": 8.0, "peak_memory_bytes": 64}\n'
     )
     (tmp_path / "metrics.jsonl").write_text(row)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
