@@ -46,6 +46,13 @@ MUTATIONS = (
         "optim/test_reference.py",
     ),
     Mutation(
+        "bases: vectors along which there is only rounding are kept",
+        "optim/linalg/kronecker.py",
+        "q.masked_fill(rounded[dim][:, None], 0.0)",
+        "q",
+        "optim/test_rounding.py",
+    ),
+    Mutation(
         "remainders: a negative one borrows nothing",
         "kernels/remainder/reference.py",
         "(bits + 2**15).bitwise_right_shift_(16)",

@@ -93,7 +93,6 @@ def write_report(run_dir: Path, out: Path) -> list[str]:
     `out` cannot be written."""
     notes: list[str] = []
     data = report_data(run_dir, notes)
-    data["notes"] = list(dict.fromkeys(notes))
     read = partial(read_text, errors="replace")
     texts = {
         "configuration": _part(notes, run_dir / "config.toml", read, ""),
@@ -101,9 +100,10 @@ def write_report(run_dir: Path, out: Path) -> list[str]:
         "title": run_dir.resolve().name,
         "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
+    notes = data["notes"] = list(dict.fromkeys(notes))
     with whole_file(out, "--out") as aside:
         page.write_page(aside, ("lather.train", "report_page.html"), data, **texts)
-    return list(dict.fromkeys(notes))
+    return notes
 
 
 def report_data(run_dir: Path, notes: list[str]) -> dict[str, Any]:
