@@ -91,6 +91,8 @@ def test_the_place_is_among_rows_that_are_equal_otherwise() -> None:
         ("train.sequence_length", "are of different tokens: do not compare them"),
         ("data.source", "are of different tokens: do not compare them"),
         ("train.batch_size", "have trained on more or fewer tokens"),
+        ("train.first_batch_size", "have trained on more or fewer tokens"),
+        ("train.batch_growth_steps", "have trained on more or fewer tokens"),
     ],
 )
 def test_rows_that_cannot_be_compared_are_named(name: str, said: str) -> None:

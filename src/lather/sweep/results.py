@@ -21,7 +21,10 @@ from lather.train.best import has_ended, validations
 
 OTHER_LOSSES = ("data.", "train.sequence_length", "train.validation_sequences", "model.vocab_size")
 """Fields, or beginnings of their names, that change what a validation loss is measured on."""
-OTHER_TOKENS = ("train.steps", "train.epochs", "train.batch_size")
+OTHER_TOKENS = (
+    *("train.steps", "train.epochs", "train.batch_size"),
+    *("train.first_batch_size", "train.batch_growth_steps"),
+)
 """Fields that change the number of tokens that a run trains on."""
 TAIL_BYTES = 4096
 
