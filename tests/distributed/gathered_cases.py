@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from sharded_cases import LAYOUTS, SHAPES, Spread, expected_of, make_spread, spread, values
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.calls import counted
-from lather.optim import SOAP, AdamW
+from lather.optim import SOAP, AdamW, Muon
 from lather.optim.batched import optimizer, plan
 
 CASES = (
@@ -126,6 +126,28 @@ def rows_that_are_wrong(run: Spread) -> list[str]:
     return wrong
 
 
+def turned_on_and_off(mesh: DeviceMesh, ownership: str) -> list[str]:
+    """Name what differs from one process if an option, with its entry of the state, is turned on
+    and off between steps."""
+    whole = [nn.Parameter(x) for x in values(0, torch.float32, ((6, 4), (5,)))]
+    parts = [nn.Parameter(spread(p.detach(), mesh, [Shard(0)])) for p in whole]
+    one, many = Muon(whole), Muon(parts, ownership=ownership)
+    wrong = []
+    for step, start in enumerate((0, 0, 1, 1, 4, 0, 0, 2)):
+        grads = values(10 + step, torch.float32, ((6, 4), (5,)))
+        for p, q, grad in zip(whole, parts, grads, strict=True):
+            p.grad, q.grad = grad, spread(grad, mesh, [Shard(0)])
+        for each in (one, many):
+            each.param_groups[0]["slow_momentum_start"] = start
+            each.step()
+        if not all(
+            torch.equal(q.full_tensor(), p)  # type: ignore[attr-defined]
+            for p, q in zip(whole, parts, strict=True)
+        ):
+            wrong.append(f"{ownership}: two momenta, step {step}")
+    return wrong
+
+
 def changes(rank: int, world_size: int) -> list[str]:
     """Name what goes wrong with options that change between steps or between saving and loading,
     with scalars, and with an empty parameter."""
@@ -185,6 +207,7 @@ def changes(rank: int, world_size: int) -> list[str]:
             for i, (p, q) in enumerate(zip(fresh, whole, strict=True))
             if not torch.equal(p.full_tensor(), q)
         ]
+        wrong += turned_on_and_off(mesh, ownership)
         other.param_groups[0]["state_dtype"] = torch.float64
         run(other, fresh, range(6, 7), True)
         kept_now = other.state[fresh[0]]["exp_avg"]

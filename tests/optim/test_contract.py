@@ -242,6 +242,28 @@ def test_one_cycle_turns_rate_and_betas_as_for_adamw(kind: str) -> None:
     assert largest_difference(a.params, b.params) <= 1e-14
 
 
+@pytest.mark.parametrize("factor", [1 / 3, 0.1])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_schedule_may_end_a_rounding_error_below_zero(factor: float, as_tensor: bool) -> None:
+    a = run_of(Muon, SHAPES, lr=torch.tensor(0.01) if as_tensor else 0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(
+        a.optimizer, start_factor=factor, end_factor=0.0, total_iters=10
+    )
+    for step in range(10):
+        a.steps([step])
+        scheduler.step()
+    a.groups[0]["lr"] = a.groups[0]["lr"] * 0 - 3e-19
+    loaded = run_of(Muon, SHAPES)
+    loaded.optimizer.load_state_dict(a.optimizer.state_dict())
+    before = [p.detach().clone() for p in a.params]
+    a.steps(range(10, 12))
+    loaded.steps(range(10, 11))
+    assert all_same(a.params, before)
+    a.groups[0]["lr"] = -1e-9
+    with pytest.raises(ValueError, match="lr=-1e-09 is not valid: give a number >= 0"):
+        a.steps([12])
+
+
 def test_one_cycle_turns_rate_and_momentum_as_for_torchs_muon() -> None:
     ours, theirs = parameters([(6, 4)]), parameters([(6, 4)])
     # this group's rule has no momentum

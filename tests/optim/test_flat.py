@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,10 +26,20 @@ from optim_helpers import (
 )
 from torch import nn
 
-from lather.optim import SOAP, MatrixOptimizer, Muon
+from lather.optim import KLSOAP, SOAP, MatrixOptimizer, Muon, PSGDKron, Shampoo
 
 every_rule = pytest.mark.parametrize("name", [name for name in CLASSES if name != "AdamW"])
 ADAMW: dict[str, Any] = {"rule": "adamw"}
+
+
+@pytest.mark.parametrize("made", [SOAP, KLSOAP, Shampoo, PSGDKron])
+def test_vectors_that_a_rule_preconditions_need_no_matrix(made: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = run_of(made, [(3,), (5,)], precondition_1d=True)
+        run.steps(range(2))
+    with pytest.warns(UserWarning, match="is a rule for matrices"):
+        run_of(made, [(9,)], precondition_1d=True, max_precond_dim=8)
 
 
 def test_the_warning_names_the_line_that_made_the_optimizer() -> None:

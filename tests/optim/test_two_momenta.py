@@ -132,6 +132,16 @@ def test_a_switch_that_is_moved_to_a_later_step_begins_with_equal_momenta_again(
     assert not a.state(0)[GAP].any()
 
 
+def test_a_switch_that_is_moved_away_and_back_before_it_comes_begins_anew() -> None:
+    a, b = (run_of(Muon, SHAPES, **MIXED) for _ in range(2))
+    for steps, start, of_b in ((5, START, START), (3, 20, 0), (4, START, START)):
+        a.groups[0]["slow_momentum_start"], b.groups[0]["slow_momentum_start"] = start, of_b
+        first = int(a.state(0)["step"]) if a.optimizer.state else 0
+        for run in (a, b):
+            run.steps(range(first, first + steps))
+        assert all_same(a.params, b.params)
+
+
 def test_groups_mix_or_do_not_and_numbers_may_change_at_every_step() -> None:
     shape = (6, 4)
     mixed, plain = run_of(Muon, [shape], slow_momentum_start=1), run_of(Muon, [shape])

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lather.optim.batched.flat import check_kinds
+from lather.optim.batched.flat import NO_SHAPE, check_kinds
 from lather.optim.parameter_names import (
     OF_A_VECTOR,
     PRODUCT,
@@ -183,8 +183,7 @@ def _judge(
 ) -> Judgment:
     """Judge a parameter: by the caller's names, its owners, its shape, its name."""
     if isinstance(p, nn.UninitializedParameter):
-        remedy = "run the model once, so that lazy modules are initialized, then make the groups"
-        raise ValueError(f"{name} has no shape yet: {remedy}")
+        raise ValueError(f"{name} {NO_SHAPE}, then make the groups")
     shape = tuple(p.shape)
     judgment = _by_caller(name, shape, by_caller)
     if judgment is None and len(shape) < 2:

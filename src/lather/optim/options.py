@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from lather.optim.plain import converted, is_count, kinds_of
+from lather.optim.plain import converted, is_count, kinds_of, rate_of
 
 MAX_BF16_BETA = 1 - 2**-8
 """Largest decay rate that has an effect on a bf16 moment, which has 8 significant bits."""
@@ -67,7 +67,9 @@ def _is_pair(betas: Any) -> bool:
 
 
 def _is_rate(lr: Any) -> bool:
-    return is_number(float(lr) if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
+    if isinstance(lr, Tensor):
+        return lr.numel() == 1 and is_number(rate_of(lr))
+    return is_number(lr) or (isinstance(lr, float) and is_number(rate_of(lr)))
 
 
 def _is_state_dtype(value: Any) -> bool:

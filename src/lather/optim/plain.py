@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 SCALARS = frozenset({bool, int, float, str})
+LEAST_RATE = -1e-12
+"""Negative learning rate from which on a rate counts as 0."""
 
 
 def converted(value: Any, hint: Any) -> Any:
@@ -59,9 +61,12 @@ def is_count(value: object, minimum: int) -> bool:
 
 
 def rate_of(lr: Any) -> float:
-    """Return a learning rate as a float; NaN if it is no number."""
+    """Return a learning rate as a float; NaN if it is no number. A schedule that ends at 0 may end
+    a rounding error below it, as torch's `LinearLR` does: that is 0."""
     number = converted(lr, float)
-    return number if type(number) is float else math.nan
+    if type(number) is not float:
+        return math.nan
+    return 0.0 if LEAST_RATE < number < 0 else number
 
 
 def plain(value: Any) -> Any:

@@ -27,6 +27,9 @@ from lather.torch_private import is_flattened
 SHOWN = 4
 """Number of shapes that a message shows."""
 
+NO_SHAPE = "has no shape yet: run the model once, so that lazy modules are initialized"
+"""Part of the error of a parameter of a lazy module."""
+
 REMEDY = "shard with fully_shard (FSDP2), or give the pieces an elementwise rule (rule='adamw')"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lather.boxes import is_dtensor, local
 from lather.optim.batched.formats import CODES, check_finite, pack
 from lather.optim.batched.known_keys import QUINTIC, TORCH_SCALES, is_quintic
-from lather.optim.batched.matrix_layout import Layout
+from lather.optim.batched.matrix_layout import NORM, Layout
 from lather.optim.batched.muonium import from_muonium
 from lather.optim.batched.optional_entries import with_optional
 from lather.optim.batched.remainders import check_remainder
@@ -239,7 +239,8 @@ def _loaded_state(
         state = {"step": torch.zeros((), dtype=torch.float32, device=cpu), **initial, **state}
     state = with_packed_factors(state, layout)
     what = f"the saved state of parameter {number} with shape {layout.shape}"
-    if _is_foreign(group) and state.keys() != {"step", *layout.stored_in(state)}:
+    is_complete = {NORM, *state} == {NORM, "step", *layout.stored_in(state)}
+    if _is_foreign(group) and not is_complete:
         raise ValueError(
             f"{what} is of another optimizer ({', '.join(map(str, state))}), from which the rule "
             f"{name_of(type(rule))!r} can take nothing: give the group the rule of that optimizer "

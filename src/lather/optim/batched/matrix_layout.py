@@ -214,13 +214,13 @@ class Layout:
             shapes["step"] = ()
         for key in (*expected, *shapes):
             if expected.get(key) != shapes.get(key):
-                is_new = key in self.entries and key not in shapes
-                remedy = ", or begin with a fresh state to turn on an option that needs it"
+                is_of_option = (key in self.entries and key not in shapes) or key not in expected
+                remedy = ", or begin with a fresh state to change the option that it belongs to"
                 raise ValueError(
                     f"{what} has {key} {shapes.get(key, 'missing')}, expected "
                     f"{expected.get(key, 'none')}: it belongs to another parameter or to other "
                     "options; give the same parameters in the same order, with the same options"
-                    f"{remedy * is_new}"
+                    f"{remedy * is_of_option}"
                 )
 
 

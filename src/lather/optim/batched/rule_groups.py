@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lather.kernels.quantized import BLOCK
 from lather.optim.batched import flat
@@ -51,6 +51,8 @@ class RuleGroups:
         """Roster of the groups, if it was made."""
         self.had_matrices: dict[str, bool] = {}
         """Name of each rule for matrices (or that controls them) -> whether it has had any."""
+        self._turns_vectors: set[str] = set()
+        """Names of rules that have preconditioned a vector (`precondition_1d`)."""
         self._is_complete = False
         """Whether the groups that the optimizer was made with are there."""
         self._unknown: frozenset[str] = frozenset()
@@ -66,7 +68,9 @@ class RuleGroups:
         """Check what only all groups together show, when all are there, and warn of it."""
         self._is_complete = True
         self.check_not_flat(groups)
-        flat.warn_without_matrices(groups, self.had_matrices, self.default)
+        treated = self._turns_vectors | {name for name, has in self.had_matrices.items() if has}
+        of_rules = {name: name in treated for name in self.had_matrices}
+        flat.warn_without_matrices(groups, of_rules, self.default)
         self._warn_of_unknown_keys()
 
     def add(
@@ -87,13 +91,16 @@ class RuleGroups:
         self.rules[name] = rule
         try:
             with _naming(groups[-1], len(groups) - 1):
-                has_matrices = self._check_group(groups[-1], made)
+                layouts = self._check_group(groups[-1], made)
             if self._is_complete:
                 self.check_not_flat(groups)
         except (TypeError, ValueError):
             groups.pop()
             raise
         self._unknown |= unknown
+        if any(len(layout.shape) < 2 and layout.dims for layout in layouts):
+            self._turns_vectors.add(name)
+        has_matrices = any(map(flat.is_matrix, layouts))
         if has_matrices or flat.is_for_matrices(made):
             self.had_matrices[name] = has_matrices or self.had_matrices.get(name, False)
         self.roster = None
@@ -126,11 +133,13 @@ class RuleGroups:
             )
         return rule, {}
 
-    def _check_group(self, group: dict[str, Any], rule: Rule) -> bool:
-        """Raise ValueError or TypeError for a parameter that the rule does not take; return whether
-        the rule has a matrix in the group."""
+    def _check_group(self, group: dict[str, Any], rule: Rule) -> list[Layout]:
+        """Raise ValueError or TypeError for a parameter that the rule does not take; return the
+        layouts of the group's parameters."""
         layouts = []
         for name, p in zip(names_of(group), group["params"], strict=True):
+            if isinstance(p, nn.UninitializedParameter):
+                raise ValueError(f"{name} {flat.NO_SHAPE}, then make the optimizer")
             spread = self.sharding.spread_of(p, group, name)
             if p.is_complex():
                 raise TypeError(
@@ -162,7 +171,7 @@ class RuleGroups:
                     "spread the state of a sharded parameter "
                     "over its ranks (ownership='replicated'), or raise the limit"
                 )
-        return any(map(flat.is_matrix, layouts))
+        return layouts
 
     def check_not_flat(self, groups: Groups) -> None:
         """Raise ValueError if the groups contain flat pieces that a rule would take for vectors."""

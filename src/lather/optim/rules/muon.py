@@ -128,8 +128,8 @@ class MuonRule(Rule):
         Nesterov momentum; after step `slow_momentum_start` the same of the mixture."""
         if 0 < self.slow_momentum_start < t:
             return self._mixture(g, s)
-        if t == self.slow_momentum_start:
-            s[GAP].zero_()  # from here on, whatever earlier options have left
+        if t <= self.slow_momentum_start:
+            s[GAP].zero_()  # whatever earlier options have left
         b = s["momentum_buffer"]
         if self.nesterov:
             return nesterov_(b, g, self.momentum)

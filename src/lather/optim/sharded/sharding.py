@@ -265,7 +265,8 @@ def _units_of_elements(spread: Spread, layout: Layout) -> list[OwnedUnit]:
 
 
 def _state_key(layout: Layout) -> tuple[object, ...]:
-    """Return what the state of a layout depends on, but for the formats of its entries."""
-    if layout.elementwise:
-        return layout.shape, True, tuple(layout.formats)
-    return layout, {name: form.entry for name, form in layout.formats.items()}
+    """Return what the state of a layout depends on, but for the formats of its entries and for
+    entries that come and go with an option."""
+    optional = layout.rule.optional_entries
+    entries = {name: x.entry for name, x in layout.formats.items() if name not in optional}
+    return (layout.shape, True, tuple(entries)) if layout.elementwise else (layout, entries)
