@@ -16,7 +16,7 @@ from lather.models.families import FAMILIES
 
 
 def with_layers(config: Config) -> Config:
-    model = FAMILIES["qwen3_moe"].config(**{**SIZES, "num_hidden_layers": 12})
+    model = FAMILIES["qwen3_moe"].config(**{**SIZES, "num_hidden_layers": 8})
     return replace(config, model=model)
 
 
@@ -34,7 +34,7 @@ def with_latents(config: Config, **more: Any) -> Config:
 CASES: dict[str, Config] = {
     "dp": config_of("adamw", parallel={"pp": 2}, batch_size=24),
     "ep": config_of("adamw", parallel={"pp": 2, "ep": 2}, batch_size=24),
-    "early": config_of("muon", parallel={"pp": 2, "schedule_memory": "least"}, batch_size=24),
+    "early": config_of("muon", parallel={"pp": 2, "schedule_memory": "least"}, batch_size=12),
     "mtp": with_latents(
         config_of("adamw", parallel={"pp": 2}, batch_size=24),
         num_hidden_layers=8,
@@ -51,7 +51,7 @@ CASES: dict[str, Config] = {
         config_of(
             "adamw",
             parallel={"pp": 2, "ep": 2},
-            batch_size=24,
+            batch_size=12,
             precision="bf16",
             weight_dtype="bfloat16",
             gradient_dtype="bfloat16",
@@ -92,7 +92,7 @@ def test_costs_are_those_of_a_plan_with_the_other_value(name: str) -> None:
 
 
 def test_a_plan_shows_both_values_in_a_line() -> None:
-    planned = plan(CASES["dp"], 4, Assumed())
+    planned = plan(config_of("adamw", parallel={"pp": 2}), 4, Assumed())
     (line,) = (line for line in plan_report.remarks(planned, None) if "parallel.gather" in line)
     rank, costs = planned.largest.rank, planned.largest.gathering
     kept, sent = (f"{x / 2**20:.2f} MiB" for x in (costs["block"].kept, costs["block"].sent))
