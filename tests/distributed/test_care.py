@@ -33,8 +33,8 @@ GOING_BACK: dict[str, dict[str, Any]] = {
     "goes back": {"spikes": "roll_back"},
     "left out": {"skip_steps": f"{LEFT_OUT} 21:{POISONED}"},
 }
-"""Options of two runs that are the same: the last checkpoint before the spike is that of step
-20."""
+"""Options of two runs on a pipeline that are the same if its ranks find the spike: the last
+checkpoint before it is that of step 20."""
 
 
 def config_of(folder: Path, run_dir: str, parallel: dict[str, Any]) -> Config:
@@ -63,9 +63,7 @@ def config_of(folder: Path, run_dir: str, parallel: dict[str, Any]) -> Config:
 
 def trainings(rank: int, world_size: int, folder: Path) -> dict[str, list[int]]:
     """Run to the end, and again with launches that end before and after the spike."""
-    steps = {}
-    for name, parallel in MESHES.items():
-        steps[name] = [start(config_of(folder, name, parallel)).step]
+    steps = {STOPPED: [start(config_of(folder, STOPPED, MESHES[STOPPED])).step]}
     stopped = config_of(folder, "stopped", MESHES[STOPPED])
     steps["stopped"] = [start(stopped, after).step for after in (2, 19, 2, 0)]
     parallel = MESHES["pp2"]
@@ -141,9 +139,8 @@ def test_ranks_skip_the_same_steps_and_resume_to_the_same_bits(tmp_path: Path) -
     make_poisoned(tmp_path)
     train(config_of(tmp_path, "one", {}), Silent())
     every_rank = run_ranks(trainings, 2, tmp_path, timeout=250)
-    of_meshes = {name: [STEPS] for name in MESHES}
-    assert every_rank == [{**of_meshes, "stopped": [2, 21, 23, STEPS]}] * 2
-    for name in ("one", *MESHES):
+    assert every_rank == [{STOPPED: [STEPS], "stopped": [2, 21, 23, STEPS]}] * 2
+    for name in ("one", STOPPED):
         rows = read_rows(tmp_path / name / "metrics.jsonl")
         skipped = {row["step"]: row["skip_reason"] for row in rows if row.get("skipped")}
         assert skipped == {LEFT_OUT: "left out by train.skip_steps", POISONED: "a spike"}

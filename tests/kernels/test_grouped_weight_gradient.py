@@ -216,8 +216,16 @@ def described(monkeypatch: pytest.MonkeyPatch, case: Case) -> tuple[Tensor, bool
 
 @INTERPRETER
 @ADDED
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("sizes", [(40, 56), (136, 264)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((40, 56), torch.bfloat16),
+        ((40, 56), torch.float16),
+        ((136, 264), torch.bfloat16),
+        pytest.param((136, 264), torch.float16, marks=pytest.mark.grid),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("counts", ["uneven", "all in one"])
 def test_both_loads_give_the_same_bits(
     counts: str,

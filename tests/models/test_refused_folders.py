@@ -18,7 +18,7 @@ from lather.cli import main
 from lather.errors import ExchangeError
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import open_hugging_face
-from models.tiny import FAMILY_TABLES, tiny_family_config, tiny_family_model
+from models.tiny import FAMILY_TABLES, KINDS, tiny_family_config, tiny_family_model
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 BY_ALL: Mapping[str, Any] = {
@@ -91,6 +91,14 @@ def test_a_field_that_is_missing(folder: Path, tmp_path: Path) -> None:
         assert f"missing fields: {name}" in refusal(tmp_path / "bad")
 
 
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(family, marks=[pytest.mark.grid] * (family not in KINDS))
+        for family in FAMILY_TABLES
+    ],
+    indirect=True,
+)
 def test_a_tensor_that_is_missing_or_has_another_shape_or_is_too_many(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from pretended_boundary import Stream, UnorderedError, crossing
 from strangers import Shampoo
 from torch import Tensor
 
+from in_turn import in_turn
 from lather.optim import KLSOAP, SOAP, MatrixOptimizer, Muon, State
 from lather.optim.batched import formats, pinned, visits
 from lather.optim.linalg import eigenbasis
@@ -125,8 +126,11 @@ def test_bf16_weights_have_the_same_bits(
         assert all_same(read(a), read(b))
 
 
-@pytest.mark.parametrize("state_dtype", [torch.int8, {"moments": torch.int8}], ids=str)
-@pytest.mark.parametrize("kind", ["adamw", "soap", "muon", "lion"])
+@pytest.mark.parametrize(
+    ("kind", "state_dtype"),
+    in_turn(["adamw", "soap", "muon", "lion"], [torch.int8, {"moments": torch.int8}]),
+    ids=str,
+)
 def test_state_in_8_bits_has_the_same_bits(
     kind: str, state_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from tensor_cores import TensorCores
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from in_turn import in_turn
 from lather.optim import KLSOAP, SOAP, MatrixOptimizer
 from lather.optim.functional import get_eigenbasis_qr, update_eigenbasis_and_momentum
 from lather.optim.linalg import orthogonal, split_products
@@ -154,6 +155,10 @@ def off_orthonormal(q: Tensor) -> float:
     return float((q.mT @ q - torch.eye(q.shape[-1])).abs().max())
 
 
+SIZES = (2, 8, 0)
+"""Sizes of the blocks of a matrix: pairs, eights, and dense."""
+
+
 def off_diagonal(k: Tensor, q: Tensor) -> float:
     rotated = q.double().mT @ k.double() @ q.double()
     rest = rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))
@@ -161,8 +166,7 @@ def off_diagonal(k: Tensor, q: Tensor) -> float:
 
 
 @pytest.mark.usefixtures("split_on_cpu")
-@pytest.mark.parametrize("size", [2, 8, 0], ids=["pairs", "eights", "dense"])
-@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize(("spectrum", "size"), in_turn(SPECTRA, SIZES))
 def test_refreshes_are_orthonormal_and_as_diagonal_as_by_qr(spectrum: str, size: int) -> None:
     """Also where eigenvectors have few elements, whose errors do not average."""
     for n in (64, 136, 256):

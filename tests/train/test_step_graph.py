@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from in_turn import in_turn
 from lather.config.config import Config
 from lather.config.ranks import check_parallel
 from lather.data.batches import Batch
@@ -79,15 +80,17 @@ def batch(config: Config, seed: int) -> Batch:
     return made
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "dualpipev"])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"precision": "bf16"},
-        {"precision": "bf16", "rounded_weights": "block"},
-        {"precision": "bf16", "weight_dtype": "bfloat16", "frozen": ("embed_tokens.*",)},
-    ],
+    ("settings", "schedule"),
+    in_turn(
+        [
+            {},
+            {"precision": "bf16"},
+            {"precision": "bf16", "rounded_weights": "block"},
+            {"precision": "bf16", "weight_dtype": "bfloat16", "frozen": ("embed_tokens.*",)},
+        ],
+        ["sequential", "dualpipev"],
+    ),
     ids=str,
 )
 def test_replayed_steps_are_those_without_a_graph(
