@@ -74,6 +74,20 @@ MUTATIONS = (
         "distributed/test_coded_state.py",
     ),
     Mutation(
+        "clipping: a matrix that its rank gathers whole is not clipped by its rule",
+        "optim/batched/optimizer.py",
+        "count_step(chunks, idle, factor)",
+        "count_step(chunks, idle)",
+        "distributed/test_sharded_optimizer.py",
+    ),
+    Mutation(
+        "clipping: the kernel of Muon multiplies coupled weight decay, too",
+        "optim/rules/muon.py",
+        "is_read_once = self._is_one_momentum and not self.couples_decay",
+        "is_read_once = self._is_one_momentum",
+        "optim/test_gradient_factor.py",
+    ),
+    Mutation(
         "muon: Nesterov with the weights exchanged",
         "kernels/momentum/reference.py",
         "(g, 1 - mu), mu)",

@@ -35,6 +35,7 @@ from lather.optim import (
     StackedSOAP,
 )
 from lather.optim import Shampoo as GraftedShampoo
+from lather.optim.batched import roster
 
 KINDS: dict[str, tuple[type[MatrixOptimizer] | type[Rule], dict[str, Any]]] = {
     "soap": (SOAP, {"weight_decay": 0.1}),
@@ -181,6 +182,11 @@ def gradients(
     return found
 
 
+def factor_of(step: int) -> float:
+    """Return the factor by which a step multiplies its gradients: some are clipped."""
+    return 0.37 if step % 3 == 1 else 1.0
+
+
 def build(kind: str, groups: Sequence[dict[str, Any]], **options: Any) -> MatrixOptimizer:
     """Make the optimizer `kind` over these groups. A frequency in the options counts only for rules
     that refresh."""
@@ -244,7 +250,7 @@ def trained(
     for step in range(steps):
         for p, grad in zip(params, gradients(step, dtype), strict=True):
             p.grad = grad
-        optimizer.step()
+        optimizer.step(gradient_factor=factor_of(step))
     return params, optimizer
 
 
@@ -287,7 +293,7 @@ class Spread:
     def run(self, steps: range) -> None:
         for step in steps:
             self.give(gradients(step, self.dtype))
-            self.optimizer.step()
+            self.optimizer.step(gradient_factor=factor_of(step))
 
     def whole(self) -> list[Tensor]:
         return [p.detach().full_tensor() for p in self.params]
@@ -335,6 +341,34 @@ def differences(
                     wrong.append(
                         f"{case}: parameter {i} {SHAPES[i]} by {(p - q).abs().max().item():.1e}"
                     )
+    dist.barrier()
+    return wrong
+
+
+def differences_of_kernels_that_take_the_factor(rank: int, world_size: int) -> list[str]:
+    """Name the cases whose weights are not those of one process that multiplies gradients in place,
+    or in which no parameter, or every one, is left to its rule, as on a GPU."""
+    wrong, mesh = [], LAYOUTS[world_size]["tp"].mesh()
+    for kind, ownership in (("mixed", "whole"), ("adamuon", "replicated"), ("adamuon", "whole")):
+        expected = expected_of(kind, torch.float32, STEPS, 3)
+        options = {"precondition_frequency": 3, "ownership": ownership}
+        found = make_spread(kind, LAYOUTS[world_size]["tp"], torch.float32, mesh, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(roster, "is_gpu", lambda on: True)
+            found.run(range(STEPS - 2))
+            left = [
+                torch.equal(local(p.grad), local(spread(grad, mesh, places)))
+                for p, grad, places in zip(
+                    found.params,
+                    gradients(STEPS - 3, torch.float32),
+                    found.placements,
+                    strict=True,
+                )
+                if grad is not None and grad.dim() and local(p).numel()
+            ]
+            found.run(range(STEPS - 2, STEPS))
+        if all(left) or not any(left) or not all(map(torch.equal, found.whole(), expected)):
+            wrong.append(f"{kind}, {ownership}: {left}")
     dist.barrier()
     return wrong
 

@@ -8,7 +8,7 @@ import torch
 from engines import Case, make_pair
 from torch import nn
 
-from lather.parallel.local_parameters import clip_
+from lather.parallel.local_parameters import clip_factor
 from models.tiny import random_normal
 
 
@@ -29,9 +29,14 @@ def test_parameters_of_one_process_stay_what_they_are() -> None:
 def test_clipping_has_torchs_bits(max_norm: float) -> None:
     grads = [random_normal(7, 3, seed=seed) for seed in range(3)]
     params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
-    norm = torch.tensor(2.0, dtype=torch.float64)
+    norm = torch.tensor(2.0)
     for p, grad in zip(params, grads, strict=True):
         p.grad = grad.clone()
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-    clip_(grads, norm, max_norm)
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(params, grads, strict=True))
+    factor = clip_factor(norm, max_norm)
+    assert (factor == 1.0) == (max_norm > 2.0)
+    assert all(torch.equal(p.grad, grad * factor) for p, grad in zip(params, grads, strict=True))
+
+
+def test_the_factor_of_a_huge_norm_is_none_that_an_optimizer_refuses() -> None:
+    assert 0.0 < clip_factor(torch.tensor(3e38), 1e-8) < 1e-37

@@ -22,6 +22,7 @@ from sharded_cases import (
     STRANGERS,
     chosen,
     differences,
+    differences_of_kernels_that_take_the_factor,
     offloaded_differences,
 )
 from sharded_refusals import counts, refusals
@@ -145,6 +146,10 @@ def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process(fir
 
 def test_offloaded_state_has_the_bits_of_state_on_the_device() -> None:
     assert run_ranks(offloaded_differences, 2) == [[], []]
+
+
+def test_kernels_that_multiply_gradients_have_the_bits_of_one_process() -> None:
+    assert run_ranks(differences_of_kernels_that_take_the_factor, 2) == [[], []]
 
 
 def test_rules_from_outside_have_the_bits_of_one_process() -> None:

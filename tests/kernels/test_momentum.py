@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.implementations import assert_close, on_each
+from kernels.implementations import assert_close, is_close, on_each
 from lather.kernels.momentum import nesterov_, reference, unit_nesterov_
 
 try:
@@ -49,6 +49,36 @@ def test_what_is_not_finite_stays_where_it_is(implementation: ModuleType) -> Non
     n = implementation.nesterov_(b, g, 0.9)
     for x in (n, b):
         assert (~x.isfinite()).nonzero().flatten().tolist() == [3, 5]
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("mu", [0.0, 0.3, 0.95])
+@pytest.mark.parametrize("shape", [(3, 63, 500), (2, 1, 1), (4, 5)], ids=str)
+def test_a_factor_multiplies_the_gradient_as_it_is_read(
+    implementation: ModuleType, shape: tuple[int, ...], mu: float
+) -> None:
+    g, b, factor = drawn(*shape, seed=0), drawn(*shape, seed=1), 0.37
+
+    def results(g: Tensor, *factors: float) -> list[Tensor]:
+        momenta = [b.clone(), b.clone()]
+        n = implementation.nesterov_(momenta[0], g, mu, *factors)
+        y = implementation.unit_nesterov_(momenta[1], g, mu, torch.float32, *factors)
+        return [*momenta, n, y]
+
+    actual, before = results(g, factor), g.clone()
+    expected, wrong = results(g * factor), results(g * (1.01 * factor))
+    assert g.equal(before)
+    for x, right, other in zip(actual, expected, wrong, strict=True):
+        assert_close(x, right, torch.float32)
+        is_only_a_sign = x is actual[3] and (mu == 0.0 or shape[1:] == (1, 1))
+        assert is_only_a_sign or not is_close(x, other, torch.float32)
+
+
+def test_a_factor_has_the_bits_of_gradients_multiplied_before() -> None:
+    g, b = drawn(9, 7, seed=0), drawn(9, 7, seed=1)
+    expected, momentum = reference.nesterov_(before := b.clone(), g * 0.37, 0.9), before
+    assert nesterov_(b, g, 0.9, 0.37).equal(expected)
+    assert b.equal(momentum)
 
 
 def test_any_strides_have_the_bits_of_torch() -> None:

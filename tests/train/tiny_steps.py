@@ -45,11 +45,11 @@ def gradients_of_step(
     end: int | None = None,
     **loop: Any,
 ) -> tuple[dict[str, Tensor], StepResult]:
-    """Return the gradients that the optimizer is given, and the result. Token `end` ends a
-    document, whose end attention does not cross."""
+    """Return the clipped gradients of which the optimizer takes its step, and the result. Token
+    `end` ends a document, whose end attention does not cross."""
     optimizer = AdamW(model.parameters(), lr=0.0)
     gradients: dict[str, Tensor] = {}
-    optimizer.register_step_pre_hook(
+    optimizer.register_step_post_hook(
         lambda *_: gradients.update({name: p.grad.clone() for name, p in model.named_parameters()})
     )
     batch = Batch.of_tokens(tokens_BS)

@@ -22,7 +22,7 @@ from lather.engine.step_reading import LEFT_OUT, NOT_FINITE, SPIKE, StepReading,
 from lather.errors import ConfigError
 from lather.optim import MatrixOptimizer
 from lather.optim.batched.gradients import Inspection
-from lather.parallel.local_parameters import clip_
+from lather.parallel.local_parameters import clip_factor
 from lather.profiled import profiled
 
 REFRESHES = ("refreshes_done", "refreshes_skipped")
@@ -87,7 +87,7 @@ class TrainStep:
 
     def update(self, reading: StepReading, lr: Rates) -> StepResult:
         """Read the results of the passes, and of the gradients in `engine.parameters`, with one
-        wait for the device; clip the gradients, take the optimizer's step, and free them."""
+        wait for the device; take the optimizer's step of the clipped gradients, and free them."""
         result, norms = self._read(reading)
         reason = NOT_FINITE
         if math.isfinite(result.loss + result.grad_norm):
@@ -103,14 +103,14 @@ class TrainStep:
     @profiled("optimizer")
     def _change(self, result: StepResult, norms: Inspection, lr: Rates) -> None:
         """Clip the gradients, and change the weights and the routers' biases."""
-        parameters = self.engine.parameters
+        parameters, factor = self.engine.parameters, 1.0
         if self.max_grad_norm:
             norm = torch.tensor(result.grad_norm, dtype=parameters.norm_dtype)
-            clip_(parameters.gradients(), norm, self.max_grad_norm)
+            factor = clip_factor(norm, self.max_grad_norm)
         for group in self.optimizer.param_groups:
             of_kind = lr[group[KIND]] if isinstance(lr, Mapping) else lr
             group["lr"] = of_kind * group.get(LR_FACTOR, 1.0)
-        self.optimizer.step(norms=norms)
+        self.optimizer.step(norms=norms, gradient_factor=factor)
         self.engine.balance(result.counts_LE)
         if self.qk_clip and result.logits_AH is not None:
             state, logits_AH = self.optimizer.state, result.logits_AH

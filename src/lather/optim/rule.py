@@ -81,6 +81,8 @@ class State(UserDict[str, Tensor]):
     weights: Tensor | None = None
     """Weights W (B, ...), for reading, if the rule `couples_decay` or controls the step by them;
     otherwise None."""
+    gradient_factor: float = 1.0
+    """Number by which the rule multiplies g; other than 1 only if it `takes_factor`."""
 
     def by_dim(self, name: str) -> dict[int, Tensor]:
         """Return those of the entries `name_0`, `name_1`, ... that exist, by dim."""
@@ -264,6 +266,12 @@ class Rule(Controls):
         sizes = [matrix.shape[dim] for dim in self.dims(matrix)]
         without = matrix.numel * (min(matrix.shape) if matrix.is_matrix else 1)
         return float(sum(n**3 + matrix.numel * n for n in sizes) or without)
+
+    @property
+    def takes_factor(self) -> bool:
+        """Whether `update` multiplies g by `State.gradient_factor` on a GPU, in the kernel that
+        reads it; for all other rules the engine multiplies gradients in place before the step."""
+        return False
 
     # --- weight decay: fields `weight_decay` (a number) and `weight_decay_method` -----------------
 

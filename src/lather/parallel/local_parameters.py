@@ -1,23 +1,23 @@
 """This rank's rows of every parameter, as plain parameters, and the DTensors that an optimizer
-steps; the norm of their gradients, and clipping by it, with the same numbers on any mesh as in one
-process.
+steps; the norm of their gradients, and the factor that clips it, with the same numbers on any mesh
+as in one process.
 
 A sharded parameter is split on dim 0: rows of a matrix, or whole experts of a stack. If dim 0 has
 fewer rows than there are ranks, some ranks have none.
 
     squared_norm  this rank's part of the sum of squares: every row of every parameter counts once
                   over all pipeline stages, shards and experts, without replicas
-    clip_         by the factor of `torch.nn.utils.clip_grads_with_norm_`; gradients are not touched
-                  if the norm is small enough
+    clip_factor   that of `torch.nn.utils.clip_grads_with_norm_`, by which the optimizer multiplies
+                  the gradients; 1 if the norm is small enough
 
-Norms do not wait for the device. `clip_` takes a norm that is on the host, where steps that are not
-finite are skipped.
+Norms do not wait for the device. `clip_factor` takes a norm that is on the host, where steps that
+are not finite are skipped.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -31,7 +31,7 @@ from lather.models.experts import Experts
 from lather.parallel.fsdp_units import is_shared
 from lather.parallel.mesh import Mesh
 from lather.shapes import Float
-from lather.torch_private import foreach_mul_, foreach_norm
+from lather.torch_private import foreach_norm
 
 
 @dataclass(frozen=True)
@@ -207,13 +207,7 @@ def squared_norm(
     )
 
 
-@torch.no_grad()
-def clip_(gradients: Sequence[Tensor], norm: Float[Tensor, ""], max_norm: float) -> None:
-    """Multiply the gradients in place by max_norm / (norm + 1e-6) if that is less than 1. A norm
-    that is not finite destroys them."""
-    factor = (max_norm / (norm.cpu() + 1e-6)).clamp(max=1)
-    if factor == 1:
-        return
-    for dtype in {grad.dtype for grad in gradients}:
-        of_dtype = [grad for grad in gradients if grad.dtype == dtype]
-        foreach_mul_(of_dtype, float(factor.to(torch.promote_types(dtype, torch.float32))))
+def clip_factor(norm: Float[Tensor, ""], max_norm: float) -> float:
+    """Return max_norm / (norm + 1e-6) in the norm's dtype, but at most 1, and never 0."""
+    factor = max_norm / (norm.cpu() + 1e-6)
+    return float(factor.clamp(torch.finfo(factor.dtype).tiny, 1.0))

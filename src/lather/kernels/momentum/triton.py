@@ -21,20 +21,23 @@ BLOCK = 1024
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
-def nesterov_(b: Tensor, g: Tensor, mu: float) -> Tensor:
+def nesterov_(b: Tensor, g: Tensor, mu: float, factor: float = 1.0) -> Tensor:
     n = torch.empty_like(g)
     grid = (triton.cdiv(g.numel(), BLOCK),)
-    launch(_nesterov, grid, g, b, n, 1.0 - mu, float(mu), g.numel(), BLOCK=BLOCK)
+    weights = (float(factor), 1.0 - mu, float(mu))
+    launch(_nesterov, grid, g, b, n, *weights, g.numel(), BLOCK=BLOCK)
     return n
 
 
-def unit_nesterov_(b: Tensor, g: Tensor, mu: float, dtype: torch.dtype) -> Tensor:
+def unit_nesterov_(
+    b: Tensor, g: Tensor, mu: float, dtype: torch.dtype, factor: float = 1.0
+) -> Tensor:
     parts = MatrixParts.of(g)
     largest, squares = parts.empty(g), parts.empty(g)
-    out, weights = torch.empty_like(g, dtype=dtype), (1.0 - mu, float(mu))
+    out, weights = torch.empty_like(g, dtype=dtype), (float(factor), 1.0 - mu, float(mu))
     first, second = (len(g) * parts.num_parts,), (len(g) * parts.num_blocks,)
     launch(_measure, first, g, b, largest, squares, *weights, *parts.of_first, BLOCK=BLOCK_OF_PARTS)
-    arguments = (g, b, largest, squares, out, float(mu), *parts.of_second)
+    arguments = (g, b, largest, squares, out, float(factor), float(mu), *parts.of_second)
     launch(_divide, second, *arguments, **parts.options)
     return out
 
@@ -48,10 +51,10 @@ def _between(start, end, weight):
 
 
 @triton.jit
-def _nesterov(g, b, n, of_g, mu, numel, BLOCK: tl.constexpr):
+def _nesterov(g, b, n, factor, of_g, mu, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
-    gradient = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) * factor
     before = tl.load(b + at, mask=inside, other=0.0).to(tl.float32)
     momentum = _between(before, gradient, of_g).to(b.dtype.element_ty)
     tl.store(b + at, momentum, mask=inside)
@@ -60,14 +63,14 @@ def _nesterov(g, b, n, of_g, mu, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _measure(g, b, largest, squares, of_g, mu, numel, num_parts, run, BLOCK: tl.constexpr):
+def _measure(g, b, largest, squares, factor, of_g, mu, numel, num_parts, run, BLOCK: tl.constexpr):
     matrix = tl.program_id(0) // num_parts
     begin = (tl.program_id(0) - matrix * num_parts).to(tl.int64) * run * BLOCK
     at, first = begin + tl.arange(0, BLOCK), matrix.to(tl.int64) * numel
     size, total = TINY, 0.0
     for _ in range(run):
         inside = at < numel
-        gradient = tl.load(g + first + at, mask=inside, other=0.0)
+        gradient = tl.load(g + first + at, mask=inside, other=0.0) * factor
         before = tl.load(b + first + at, mask=inside, other=0.0)
         momentum = _between(before, gradient, of_g)
         tl.store(b + first + at, momentum, mask=inside)
@@ -87,6 +90,7 @@ def _divide(
     largest,
     squares,
     out,
+    factor,
     mu,
     numel,
     num_parts,
@@ -99,6 +103,6 @@ def _divide(
     size, norm = norm_of(largest, squares, matrix, num_parts, PARTS)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, at = at < numel, matrix.to(tl.int64) * numel + at
-    gradient = tl.load(g + at, mask=inside, other=0.0)
+    gradient = tl.load(g + at, mask=inside, other=0.0) * factor
     ahead = _between(gradient, tl.load(b + at, mask=inside, other=0.0), mu)
     tl.store(out + at, (ahead / size / norm).to(out.dtype.element_ty), mask=inside)

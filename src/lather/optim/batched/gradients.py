@@ -27,7 +27,8 @@ from torch import Tensor
 from lather.boxes import gradient_dtype, is_dtensor, local, local_grad
 from lather.device import Read, is_true, read, to_device
 from lather.optim.batched.roster import ParamInfo
-from lather.torch_private import foreach_norm
+from lather.optim.plain import rate_of
+from lather.torch_private import foreach_mul_, foreach_norm
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 """Ranks over which tensors are spread -> their process group."""
@@ -198,6 +199,30 @@ def are_zero(infos: Sequence[ParamInfo], groups: Groups) -> bool:
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=groups[mesh[0].spread.ranks])
             zero = is_true(flag, Read.ZERO)
     return zero
+
+
+def checked_factor(value: Any) -> float:
+    """Return a factor of gradients as a float. Raises ValueError unless it is in (0, 1]: none that
+    is finite then becomes infinite."""
+    factor = rate_of(value)
+    if not 0 < factor <= 1:
+        raise ValueError(
+            f"gradient_factor is {value!r}, but has to be a number > 0 and <= 1; if the norm of "
+            "the gradients is not finite, skip the step"
+        )
+    return factor
+
+
+def multiply_gradients(infos: Iterable[ParamInfo], factor: float) -> None:
+    """Multiply this rank's parts of gradients in place, but for those that their rules multiply as
+    they read them (`ParamInfo.takes_factor`)."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for info in infos:
+        if info.param.grad is not None and not info.takes_factor:
+            grad = local(info.param.grad)
+            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    for grads in alike.values():
+        foreach_mul_(grads, factor)
 
 
 def _check_all(infos: Sequence[ParamInfo]) -> None:

@@ -36,8 +36,10 @@ from lather.optim.batched.gradients import (
     GradientNorms,
     Inspection,
     are_zero,
+    checked_factor,
     inspect_gradients,
     measure_gradients,
+    multiply_gradients,
 )
 from lather.optim.batched.pending import PendingRefreshes
 from lather.optim.batched.plan import (
@@ -121,17 +123,26 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=DocumentedByRule):
     @torch.no_grad()
     @disable_dynamo
     def step(
-        self, closure: Callable[[], Any] | None = None, *, norms: Inspection | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        norms: Inspection | None = None,
+        gradient_factor: float = 1.0,
     ) -> Any:
         """Take a step for every parameter that has a gradient, and return the closure's loss.
 
         `norms`: what `measure_gradients` measured of these gradients, read by `on_host`; the step
         then does not measure them.
+        `gradient_factor`: take the step of gradients multiplied by this number, in (0, 1], for
+        example to clip them. What is measured, and checked, are the gradients without it. On a GPU
+        rules whose kernels multiply them leave them as they are (`Rule.takes_factor`); all others
+        are multiplied in place: free them after the step.
 
         Raises TypeError for sparse or complex gradients. Raises ValueError for non-finite gradients
-        under `nonfinite="raise"`, and if both `norms` and a closure, which computes other
-        gradients, are given. In all these cases nothing has changed.
+        under `nonfinite="raise"`, for another `gradient_factor`, and if both `norms` and a closure,
+        which computes other gradients, are given. In all these cases nothing has changed.
         """
+        factor = checked_factor(gradient_factor)
         if closure is not None and norms is not None:
             raise ValueError(
                 "norms and closure are both given, but the closure computes other gradients: give "
@@ -142,7 +153,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=DocumentedByRule):
             with torch.enable_grad():
                 loss = closure()
         with record_function("lather.optim.collect"):
-            plan = self._collect(norms)
+            plan = self._collect(norms, factor)
         if plan is None:
             return loss
         visits: Visits | None = None
@@ -150,7 +161,7 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=DocumentedByRule):
             is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
             with no_autocast() if is_autocast else nullcontext():
                 for info in plan.replicated:
-                    self._step_replicated(info, plan.idle)
+                    self._step_replicated(info, plan.idle, factor)
                 open_buckets(plan.buckets, self.state)
                 if plan.visitors:
                     visits = Visits(plan.visitors, self._streams)
@@ -182,9 +193,10 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=DocumentedByRule):
         """
         return measure_gradients(self._current_roster().params, self._groups.sharding.groups)
 
-    def _collect(self, norms: Inspection | None) -> StepPlan | None:
-        """Check everything that can raise, before anything changes, and return the plan of the
-        step, or None if there is nothing to do.
+    def _collect(self, norms: Inspection | None, factor: float) -> StepPlan | None:
+        """Check everything that can raise, before anything changes, multiply gradients by the
+        factor if no kernel does, and return the plan of the step, or None if there is nothing to
+        do.
 
         torch's tools for distributed checkpoints make an optimizer create its state by a first step
         with learning rate 0 and only zero gradients: such a step creates the state and is not
@@ -211,8 +223,10 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=DocumentedByRule):
             # every rank calls it, so that all raise if it does
             info.rule.due(t + plan.num_steps + 1)
         plan.idle = checks.idle
-        count_step(plan.chunks, checks.idle)
+        count_step(plan.chunks, checks.idle, factor)
         plan.count_step()
+        if factor != 1:
+            multiply_gradients(checks.usable, factor)
         if checks.num_bad:
             self._counts["nonfinite_skipped"] += checks.num_bad
         return plan
@@ -277,14 +291,14 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=DocumentedByRule):
             jobs = due_refreshes(between, self._groups.roster, self._counts)
             self._pending.add(jobs)
 
-    def _step_replicated(self, info: ParamInfo, idle: dict[int, list[bool]]) -> None:
+    def _step_replicated(self, info: ParamInfo, idle: dict[int, list[bool]], factor: float) -> None:
         """Run all phases for a parameter that every rank gathers and updates
         (`ownership="replicated"`)."""
         state = self.state[info.param]
         whole = ReplicatedStep(info, self._groups.sharding, state)
         steps = {id(info.param): (info, int(state["step"]) - 1, None)}
         chunks = chunks_of(runs_of(whole.bucket, steps))
-        count_step(chunks, idle)
+        count_step(chunks, idle, factor)
         self._execute(chunks, [], defers=False)
         remainders = [remainder_of(state)] if info.layout.keeps_remainder else []
         change = info.change(), int(state["step"]), remainders
@@ -373,14 +387,15 @@ def receive_updates(exchange: OwnerExchange, state: States) -> None:
         change_weights(weights, updates, change, step, remainders)
 
 
-def count_step(runs: Iterable[MemberRun], idle: dict[int, list[bool]]) -> None:
-    """Set t, the refreshes that are due and the idle experts of the runs for a step (`idle`: as in
-    `Inspection`). An invalid interval raises before that."""
+def count_step(runs: Iterable[MemberRun], idle: dict[int, list[bool]], factor: float = 1.0) -> None:
+    """Set t, the refreshes that are due, the idle experts and the factor of the gradients of the
+    runs for a step (`idle`: as in `Inspection`). An invalid interval raises before that."""
     due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]
     for run, now in zip(runs, due, strict=True):
         run.step, run.due = run.step + 1, now
         if run.version != run.info.settings.version:
             run.read_numbers()
+        run.gradient_factor = factor if run.info.takes_factor else 1.0
         run.idle = []
         if idle and run.bucket.has_experts:
             run.idle = [idle[id(x.param)][number] for x in run.members for number in x.numbers]

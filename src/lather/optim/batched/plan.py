@@ -172,6 +172,7 @@ class Chunk:
             idle = self.run.idle[self.start - first : self.stop - first]
             active = [row for row, is_idle in enumerate(idle) if not is_idle]
             state.active = index_on(active, self.bucket.device)
+        state.gradient_factor = self.run.gradient_factor
         return state
 
     def elements(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

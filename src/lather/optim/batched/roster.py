@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lather.boxes import local
+from lather.device import is_gpu
 from lather.optim.batched.group_keys import asks
 from lather.optim.batched.matrix_layout import Layout
 from lather.optim.controls import CONTROLS, merged
@@ -180,6 +181,12 @@ class ParamInfo:
         """Whether every rank gathers and updates the parameter (`ownership="replicated"`)."""
         is_replicated = self.rule.ownership == "replicated"
         return is_replicated and self.spread is not None and not self.layout.elementwise
+
+    @property
+    def takes_factor(self) -> bool:
+        """Whether the rule multiplies gradients by a factor as it reads them; otherwise they are
+        multiplied in place before the step."""
+        return is_gpu(self.param.device) and self.rule.takes_factor
 
     @cached_property
     def needs_weights(self) -> bool:

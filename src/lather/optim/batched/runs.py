@@ -78,6 +78,8 @@ class MemberRun:
         self.idle: list[bool] = []
         """For each row, whether it is an expert that got no token in this step; empty if every
         expert got a token."""
+        self.gradient_factor = 1.0
+        """Number by which the rule multiplies the gradients of this step."""
         is_plain = all(type(member) is Member for member in self.members)
         self.params = [member.param for member in self.members] if is_plain else None
         """Parameters of the members if their `grad` is exactly the gradient that is needed; None:

@@ -114,14 +114,29 @@ class MuonRule(Rule):
         if not (is_gpu(g) and self._is_plain):
             return self.finished(self.numerator(g, s, t), s)
         dtype = iteration_dtype(g, self.newton_schulz_dtype)
-        y = unit_nesterov_(s["momentum_buffer"], g, self.momentum, dtype)
+        b, factor = s["momentum_buffer"], s.gradient_factor
+        y = unit_nesterov_(b, g, self.momentum, dtype, factor)
         return iterate_unit(y, self.steps, self.coefficients, update_scale(g.shape[1:], self.scale))
 
     @property
     def _is_plain(self) -> bool:
         """Whether U depends on nothing but N / |N|, without a mixture of momenta."""
-        is_muon = type(self) is MuonRule
-        return is_muon and self.nesterov and not (self.normalize or self.slow_momentum_start)
+        return type(self) is MuonRule and self._is_one_momentum and not self.normalize
+
+    @property
+    def _is_one_momentum(self) -> bool:
+        """Whether N is that of one momentum, `nesterov_`."""
+        return self.nesterov and not self.slow_momentum_start
+
+    @property
+    def takes_factor(self) -> bool:
+        is_read_once = self._is_one_momentum and not self.couples_decay
+        return is_read_once and self._has_methods_of(MuonRule)
+
+    def _has_methods_of(self, rule: type[MuonRule]) -> bool:
+        """Whether those that read G are the rule's: a subclass may read it elsewhere."""
+        names = "update", "numerator"
+        return all(getattr(type(self), name) is getattr(rule, name) for name in names)
 
     def numerator(self, g: Tensor, s: State, t: int) -> Tensor:
         """Update B = mu B + (1 - mu) G in place and return N = mu B + (1 - mu) G, or B without
@@ -132,7 +147,7 @@ class MuonRule(Rule):
             s[GAP].zero_()  # whatever earlier options have left
         b = s["momentum_buffer"]
         if self.nesterov:
-            return nesterov_(b, g, self.momentum)
+            return nesterov_(b, g, self.momentum, s.gradient_factor)
         return b.lerp_(g, 1 - self.momentum)
 
     def _mixture(self, g: Tensor, s: State) -> Tensor:

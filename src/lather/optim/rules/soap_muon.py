@@ -78,5 +78,10 @@ class SOAPMuonRule(MuonRule, BasisRule):
         return self.finished(x, s)
 
     @property
+    def takes_factor(self) -> bool:
+        is_read_once = self._is_one_momentum and self.statistics_of == "momentum"
+        return is_read_once and not self.couples_decay and self._has_methods_of(SOAPMuonRule)
+
+    @property
     def first_refresh(self) -> int:
         return self.muon_warmup_steps
