@@ -77,7 +77,7 @@ MUTATIONS = (
         "clipping: a matrix that its rank gathers whole is not clipped by its rule",
         "optim/batched/optimizer.py",
         "count_step(chunks, idle, factor)",
-        "count_step(chunks, idle)",
+        "count_step(chunks, idle, 1.0)",
         "distributed/test_sharded_optimizer.py",
     ),
     Mutation(

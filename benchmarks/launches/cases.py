@@ -271,7 +271,8 @@ def flops_of_step(config: Config) -> float:
 
 def training_steps(counter: Counter, config: Config, *, packed: bool = False) -> Iterator[str]:
     """Run steps of a whole engine, each a row: one with first bases, one without, one with a
-    refresh; or, of rules without bases, the first and the second."""
+    refresh; or, of rules without bases, the first and the second. The stand-in's norm of gradients
+    is 1, so that each step clips them."""
     counter.rows_of_expert = rows_of_expert(
         config.train.batch_size * config.train.sequence_length, config.model
     )

@@ -18,6 +18,7 @@ warnings.simplefilter("ignore")
 
 
 def count(name, shapes, dtype, options):
+    factor = options.pop("gradient_factor", 1.0)
     frequency = {} if name in ("Muon", "AdamW") else {"precondition_frequency": 100}
     with Counter() as counter:
         options_of = {"dtype": getattr(torch, dtype), "device": counter.device}
@@ -27,7 +28,7 @@ def count(name, shapes, dtype, options):
             for p in params:
                 p.grad = torch.empty_like(p)
             counter.restart()
-            optimizer.step()
+            optimizer.step(gradient_factor=factor)
         found = {}
         for phase, counts in counter.phases.items():
             nbytes = counts.bytes_read + counts.bytes_written
@@ -41,6 +42,7 @@ print(json.dumps([count(*case) for case in json.loads(sys.argv[1])]))
 
 MATRICES, EXPERTS = [[1024, 512]], [[16, 1024, 512]]
 PER_EXPERT = {"matrix_layout": "per_expert"}
+CLIPPED = {"gradient_factor": 0.5}
 NEWTON_SCHULZ = 15
 """Products of Newton-Schulz's five steps."""
 
@@ -62,6 +64,9 @@ CASES: dict[str, tuple[str, list[list[int]], str, dict[str, Any], int]] = {
         {"sides": "both"},
         31 + NEWTON_SCHULZ,
     ),
+    "soap_muon, clipped": ("SOAPMuon", MATRICES * 20, "float32", CLIPPED, 23 + NEWTON_SCHULZ),
+    "muon, clipped": ("Muon", MATRICES * 20, "float32", CLIPPED, 6 + NEWTON_SCHULZ),
+    "adamw, clipped": ("AdamW", MATRICES * 20, "float32", CLIPPED, 2),
     "adamw": ("AdamW", MATRICES * 20, "float32", {}, 2),
     "adamw, bf16 weights": ("AdamW", MATRICES * 20, "bfloat16", {}, 6),
 }
@@ -103,6 +108,21 @@ def test_muon_moves_few_bytes(counts: dict[str, dict[str, list[int]]]) -> None:
     n, k = MATRICES[0]
     newton_schulz = 2 * 5 * (n * k + k * k + 2 * k * k + k * k + 3 * n * k)
     assert counts["muon"]["update"][-2] <= 1.001 * 20 * (52 * n * k + newton_schulz)
+
+
+@pytest.mark.parametrize(("rule", "bytes_"), [("muon", 0), ("soap_muon", 0), ("adamw", 8)])
+def test_clipping_moves_no_bytes_where_a_kernel_multiplies_the_gradients(
+    counts: dict[str, dict[str, list[int]]], rule: str, bytes_: int
+) -> None:
+    """Elsewhere a step that clips reads and writes each gradient once more, in one launch."""
+    n, k = MATRICES[0]
+    launches, moved = (
+        sum(phase[at] for phase in counts[f"{rule}, clipped"].values())
+        - sum(phase[at] for phase in counts[rule].values())
+        for at in (0, 2)
+    )
+    assert launches == (bytes_ > 0)
+    assert moved == bytes_ * 20 * n * k
 
 
 def test_gradients_are_looked_at_with_one_wait(counts: dict[str, dict[str, list[int]]]) -> None:

@@ -387,7 +387,7 @@ def receive_updates(exchange: OwnerExchange, state: States) -> None:
         change_weights(weights, updates, change, step, remainders)
 
 
-def count_step(runs: Iterable[MemberRun], idle: dict[int, list[bool]], factor: float = 1.0) -> None:
+def count_step(runs: Iterable[MemberRun], idle: dict[int, list[bool]], factor: float) -> None:
     """Set t, the refreshes that are due, the idle experts and the factor of the gradients of the
     runs for a step (`idle`: as in `Inspection`). An invalid interval raises before that."""
     due = [run.rule.due(run.step + 1) if run.bucket.dims else NOBODY for run in runs]
