@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from sharded_cases import LAYOUTS, SHAPES, Layout, gradients, make, make_spread, trained, values
+from sharded_cases import (
+    LAYOUTS,
+    SHAPES,
+    Layout,
+    factor_of,
+    gradients,
+    make,
+    make_spread,
+    trained,
+    values,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -78,7 +88,7 @@ class Run:
             else:
                 for p, grad in zip(self.model.parameters(), grads, strict=True):
                     p.grad = grad
-            self.optimizer.step()
+            self.optimizer.step(gradient_factor=factor_of(step))
         self.optimizer.zero_grad()
 
     def whole(self) -> list[Tensor]:
