@@ -246,3 +246,13 @@ def test_numbers_of_other_libraries(value: Any) -> None:
         give_gradients(one.params, 0)
         one.optimizer.step(gradient_factor=factor)
     assert_same(a, b)
+
+
+def test_a_gradient_that_nobody_can_write_raises_before_anything_changes() -> None:
+    a = run_of(Muon, [(6, 4)])
+    a.steps(range(2))
+    before = snapshot(a.optimizer, a.params)
+    a.params[0].grad = torch.ones(()).expand(6, 4)
+    with pytest.raises(RuntimeError, match="clone"):
+        a.optimizer.step(gradient_factor=FACTOR)
+    assert all_same(snapshot(a.optimizer, a.params), before)

@@ -222,11 +222,11 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=DocumentedByRule):
         for info, t in plan.intervals:
             # every rank calls it, so that all raise if it does
             info.rule.due(t + plan.num_steps + 1)
+        if factor != 1:
+            multiply_gradients(checks.usable, factor)
         plan.idle = checks.idle
         count_step(plan.chunks, checks.idle, factor)
         plan.count_step()
-        if factor != 1:
-            multiply_gradients(checks.usable, factor)
         if checks.num_bad:
             self._counts["nonfinite_skipped"] += checks.num_bad
         return plan
