@@ -11,6 +11,7 @@ from sharded_cases import (
     LAYOUTS,
     SHAPES,
     Spread,
+    factor_of,
     gradients,
     make,
     make_spread,
@@ -48,7 +49,7 @@ def in_one_process(kind: str, rounding: str) -> list[Tensor]:
         for step in (*BEFORE, *AFTER):
             for p, grad in zip(params, gradients(step, torch.float32), strict=True):
                 p.grad_dtype, p.grad = torch.float32, grad
-            optimizer.step()
+            optimizer.step(gradient_factor=factor_of(step))
     return told_by_the_first(params)
 
 

@@ -204,7 +204,7 @@ def are_zero(infos: Sequence[ParamInfo], groups: Groups) -> bool:
 def checked_factor(value: Any) -> float:
     """Return a factor of gradients as a float. Raises ValueError unless it is in (0, 1]: none that
     is finite then becomes infinite."""
-    factor = rate_of(value)
+    factor = value if type(value) is float else rate_of(value)
     if not 0 < factor <= 1:
         raise ValueError(
             f"gradient_factor is {value!r}, but has to be a number > 0 and <= 1; if the norm of "

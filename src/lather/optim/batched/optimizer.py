@@ -395,7 +395,7 @@ def count_step(runs: Iterable[MemberRun], idle: dict[int, list[bool]], factor: f
         run.step, run.due = run.step + 1, now
         if run.version != run.info.settings.version:
             run.read_numbers()
-        run.gradient_factor = factor if run.info.takes_factor else 1.0
+        run.gradient_factor = factor if factor != 1 and run.info.takes_factor else 1.0
         run.idle = []
         if idle and run.bucket.has_experts:
             run.idle = [idle[id(x.param)][number] for x in run.members for number in x.numbers]
