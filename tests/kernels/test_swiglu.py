@@ -132,6 +132,42 @@ def test_triton_against_the_reference(
         assert_close(actual, expected, dtype)
 
 
+@INTERPRETER
+@pytest.mark.usefixtures("_exact_fp8")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gate", GATES, ids=GATE_IDS)
+@pytest.mark.parametrize("columns", [8, BLOCK])
+def test_a_gradient_that_is_not_finite_is_seen_at_clamped_places_too(
+    gate: Gate, columns: int, dtype: torch.dtype
+) -> None:
+    """Every gradient meets every pair of places below, at and above the limits. With weights of
+    rows, in the dtype alone and in FP8, the same results are not finite in both implementations."""
+    limits = torch.tensor([-200.0, -7.5, -0.5, 0.0, 0.5, 7.5, 200.0, torch.nan])
+    gate_up = torch.cartesian_prod(limits, limits).to(dtype)
+    gate_up = gate_up if gate.interleaved else gate_up.repeat_interleave(columns, 1)
+    gate_up = gate_up.repeat(1, columns if gate.interleaved else 1)
+    grad = torch.tensor([1.0, 0.0, torch.nan, torch.inf, -torch.inf, 2.0, 3.0, 4.0], dtype=dtype)
+    grad = grad.repeat(len(gate_up), columns // 8)
+    scale = torch.linspace(0, 1, len(grad))
+    for weights in (None, scale):
+        results = []
+        for module in (triton, reference):
+            in_fp8 = None if dtype == torch.float64 else empty_rows(gate_up, 2 * columns)
+            h, dot = torch.empty_like(grad), torch.zeros(len(grad), dtype=wide_dtype(gate_up))
+            d = module.gate_gradient(grad, gate_up, gate, weights, h, dot, in_fp8)
+            plain = module.gate_gradient(grad, gate_up, gate, weights, h, dot)
+            assert d.nan_to_num(-1.0).equal(plain.nan_to_num(-1.0))
+            scales = () if in_fp8 is None else (in_fp8.values.float(), in_fp8.scales)
+            results.append((d, h, dot, *scales))
+        for actual, expected in zip(*results, strict=True):
+            assert actual.isnan().equal(expected.isnan())
+            assert torch.where(actual.isinf(), actual, 0).equal(
+                torch.where(expected.isinf(), expected, 0)
+            )
+    assert results[0][0].isnan().any()
+
+
 def has_bits_of(found: BlockScaled, x: Tensor) -> bool:
     pairs = zip(bits_of_fp8(found), bits_of_fp8(scaled_rows(x)), strict=True)
     return all(a.equal(b) for a, b in pairs)

@@ -236,9 +236,10 @@ def _backward_kernel(
             partial += grad * h  # grad is 0 outside of the rows and columns
             grad *= weight
             h *= weight
-        d_gate = grad * (u + OFFSET) * (sigmoid + ALPHA * activated * (1 - sigmoid))
-        d_gate = tl.where(raw_g > g, 0.0, d_gate)
-        d_up = tl.where(tl.abs(raw_u) > tl.abs(u), 0.0, grad * activated)
+        d_gate = (sigmoid + ALPHA * activated * (1 - sigmoid)) * (u + OFFSET)
+        # the factor is 0, not the product, so that a gradient that is NaN or infinite stays seen
+        d_gate = tl.where(raw_g > g, 0.0, d_gate) * grad
+        d_up = tl.where(tl.abs(raw_u) > tl.abs(u), 0.0, activated) * grad
         _store_halves(
             grad_gate_up_ptr,
             d_gate,
