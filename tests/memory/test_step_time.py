@@ -15,7 +15,7 @@ from lather.config.toml_file import config_to_toml
 from lather.data.opening import open_datasets, open_source
 from lather.errors import ConfigError
 from lather.memory import plan_report
-from lather.memory.plan import MemoryPlan, plan
+from lather.memory.plan import MemoryPlan, check_device, plan
 from lather.memory.step_time import (
     BUS,
     LINK,
@@ -27,6 +27,7 @@ from lather.memory.step_time import (
 )
 from lather.memory.work import MICRO_BATCHES, REFRESH, REST, Work
 from lather.memory.workers import Assumed
+from lather.time_model.measured import MeasuredRates, table_of
 from lather.time_model.rates import CORE, H100, RATES
 
 
@@ -205,6 +206,28 @@ def test_rates_that_are_not_known_are_refused(capsys: pytest.CaptureFixture[str]
     assert main(["plan", "configs/quickstart.toml", "--rates", "h300"]) == 2
     shown = " ".join(capsys.readouterr().err.split())
     assert "--rates = 'h300' is not valid: it must be one of h100, h200, a100, b200, cpu" in shown
+
+
+IN_FP8 = ("--train.precision", "bf16", "--train.fp8", "block")
+
+
+def test_a_plan_refuses_what_a_run_on_the_device_of_its_rates_refuses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An A100 has no FP8; rates that were measured on one are its rates, too."""
+    command = ["plan", "configs/quickstart.toml", *IN_FP8]
+    assert main([*command, "--rates", "a100"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "train.fp8 = 'block' is not valid on NVIDIA A100: it must be an NVIDIA GPU of" in shown
+    config = config_of("adamw")
+    in_fp8 = replace(config, train=replace(config.train, precision="bf16", fp8="block"))
+    measured = MeasuredRates("NVIDIA A100-SXM4-80GB", 0, 1.8e12, 18e12, 110e12, 220e12)
+    with pytest.raises(ConfigError, match="not valid on NVIDIA A100-SXM4-80GB: it must be"):
+        plan(in_fp8, 1, Assumed(measured=table_of(measured, None, "this machine")))
+    for rates, table in RATES.items():
+        if rates != "a100":
+            check_device(in_fp8, table)
+        check_device(config, table)
 
 
 def test_the_command_says_how_long_a_step_and_the_run_take(

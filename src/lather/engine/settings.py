@@ -36,15 +36,21 @@ def weights_dtype(config: Config) -> torch.dtype:
 def compute_in_fp8(model: nn.Module, device: torch.device) -> None:
     """Have the routed experts compute in FP8. Raises ConfigError for a device that cannot."""
     if not multiplies_in_fp8(device):
-        name = gpu_module(device).get_device_name(device) if is_nvidia(device) else device.type
-        raise ConfigError(
-            f"train.fp8 = 'block' is not valid on {name}: it must be an NVIDIA GPU of compute "
-            "capability 8.9 or newer, with Triton installed, or a CPU, which emulates FP8 slowly: "
-            "leave train.fp8 out"
+        raise fp8_error(
+            gpu_module(device).get_device_name(device) if is_nvidia(device) else device.type
         )
     for module in model.modules():
         if isinstance(module, Experts):
             module.in_fp8 = True
+
+
+def fp8_error(device: str) -> ConfigError:
+    """Return the error of a configuration in FP8 for a device of this name, which cannot."""
+    return ConfigError(
+        f"train.fp8 = 'block' is not valid on {device}: it must be an NVIDIA GPU of compute "
+        "capability 8.9 or newer, with Triton installed, or a CPU, which emulates FP8 slowly: "
+        "leave train.fp8 out"
+    )
 
 
 def prepare_experts(

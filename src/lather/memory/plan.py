@@ -18,12 +18,15 @@ from functools import partial
 
 from lather.config.config import Config
 from lather.config.ranks import check_parallel
+from lather.engine.settings import fp8_error
+from lather.kernels.block_scaled import LEAST_CAPABILITY
 from lather.memory.dry_run import HostMemory, RankRun, dry_run
 from lather.memory.stage_bytes import memory_partition
 from lather.memory.work import MICRO_BATCHES, REFRESH, REST, Work
 from lather.memory.workers import Assumed, Device, worker_processes
 from lather.pipeline.partition import Partition, uniform
 from lather.pipeline.replay import bubble_of_layers
+from lather.time_model.rates import RateTable
 
 CONTEXT_BYTES = 3 * 2**29
 """Allowance on a GPU for CUDA's context and kernels, cuBLAS's workspace and NCCL's buffers."""
@@ -129,9 +132,10 @@ def plan(
 
     `partition`: result of `memory_partition` for these arguments, if known; None: it is computed.
     `pool`: processes that several plans share; None: the plan starts some. Raises ConfigError if
-    the ranks cannot be divided as the configuration says.
+    the ranks cannot be divided as the configuration says, or their device cannot compute so.
     """
     check_parallel(config, world_size)
+    check_device(config, assumed.rate_table)
     if pool is None:
         with worker_processes() as workers:
             return plan(config, world_size, assumed, partition, pool=workers)
@@ -152,6 +156,14 @@ def plan(
         for position in range(config.parallel.pp)
     )
     return MemoryPlan(config, world_size, assumed, largest, partition)
+
+
+def check_device(config: Config, rates: RateTable) -> None:
+    """Raise the ConfigError of a run on the device of these rates, if it lacks what the
+    configuration needs."""
+    lacks_fp8 = rates.capability is not None and rates.capability < LEAST_CAPABILITY
+    if config.train.fp8 == "block" and lacks_fp8:
+        raise fp8_error(rates.name)
 
 
 def _thinned_dry_run(

@@ -59,6 +59,9 @@ class RateTable:
     known."""
     compared: str = ""
     """The trainings that predictions were compared with, and by how much they were off."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of a GPU, by which a plan refuses what the device lacks; None for a
+    CPU."""
     waits: bool = False
     """Whether the host waits for each launch, so that its time is added to that of the device."""
 
@@ -148,6 +151,7 @@ H100 = RateTable(
     source="assumed: 3 to 5 ms of the host for a layer of 170 launches",
     peak_flops=PEAK_FLOPS["H100"],
     compared="trainings of one GPU took 28 to 48 % longer, with older code",
+    capability=(9, 0),
 )
 H200 = replace(
     H100,
@@ -160,10 +164,12 @@ TABLES = (H100, H200)
 """The first is that of the tables in docs/gpu.md."""
 
 
-def _like(table: RateTable, name: str, copy: float, peak: float) -> RateTable:
+def _like(
+    table: RateTable, name: str, copy: float, peak: float, capability: tuple[int, int]
+) -> RateTable:
     """Return the rates of a device of which only the maker's peaks are known: each kind reaches as
-    much of them as on the device of `table`. `copy`: bytes per second of a copy, assumed to reach
-    the same share of the memory's peak."""
+    much of them as on the device of `table`, which says nothing of kinds that the device lacks.
+    `copy`: bytes per second of a copy, assumed to reach the same share of the memory's peak."""
     moved, share = copy / table.kinds["copies"].bytes, peak / table.peak_flops
     source = f"assumed: as {table.name}, by the peaks"
     kinds = {
@@ -172,12 +178,19 @@ def _like(table: RateTable, name: str, copy: float, peak: float) -> RateTable:
     }
     for kind in ("exchanges", TRANSFERS):
         kinds[kind] = table.kinds[kind]
-    compared = "never compared with a training"
-    return replace(table, name=name, kinds=kinds, source=source, peak_flops=peak, compared=compared)
+    return replace(
+        table,
+        name=name,
+        kinds=kinds,
+        source=source,
+        peak_flops=peak,
+        compared="never compared with a training",
+        capability=capability,
+    )
 
 
-A100 = _like(H100, "NVIDIA A100", 1.8e12, PEAK_FLOPS["A100"])
-B200 = _like(H100, "NVIDIA B200", 7.1e12, PEAK_FLOPS["B200"])
+A100 = _like(H100, "NVIDIA A100", 1.8e12, PEAK_FLOPS["A100"], (8, 0))
+B200 = _like(H100, "NVIDIA B200", 7.1e12, PEAK_FLOPS["B200"], (10, 0))
 
 _CORE = KindRate(4e9, "measured: five small configurations, one core of a shared machine")
 CORE = RateTable(

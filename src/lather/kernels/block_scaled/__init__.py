@@ -38,6 +38,7 @@ from lather.shapes import Float, Int
 __all__ = [
     "BLOCK",
     "DTYPE",
+    "LEAST_CAPABILITY",
     "BlockScaled",
     "empty_rows",
     "grouped_product",
