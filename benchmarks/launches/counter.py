@@ -170,8 +170,8 @@ class Counter(StandInMode):
         launch = launch_named(name, read, written, flops=flops)
         self.add(launch if kind is None else replace(launch, kind=kind))
 
-    def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
-        self.add(launch_of_triton(function, tensors))
+    def launch_triton(self, function: Any, arguments: Mapping[str, Any]) -> None:
+        self.add(launch_of_triton(function, arguments))
 
     def add(self, launch: KernelLaunch) -> None:
         """Count a launch."""

@@ -2,6 +2,7 @@
 every kernel, a source for every rate, and predictions beside measured rows."""
 
 import ast
+import importlib
 import itertools
 import json
 from collections import Counter
@@ -17,8 +18,8 @@ from benchmarks.gpu import predicted as of_gpu
 from benchmarks.gpu.predicted import optimizer_ms, predicted
 from benchmarks.launches import markdown
 from lather.time_model import kinds
-from lather.time_model.operations import kernel_traffic
 from lather.time_model.rates import H100, H200, TABLES, UNKNOWN
+from lather.time_model.triton_traffic import kernel_traffic
 from scripts import printed_by
 
 REPOSITORY = Path(__file__).parents[2]
@@ -146,6 +147,59 @@ def test_what_a_function_stores_in_several_places_is_written() -> None:
     sizes = {"gate_up_ptr": 7, "values_ptr": 5, "scales_ptr": 3}
     tensors = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
     assert kernel_traffic(triton._forward_kernel.fn, tensors) == (7, 5 + 3)
+
+
+def kernel_of(folder: str, name: str) -> Callable[..., Any]:
+    pytest.importorskip("triton")
+    function: Callable[..., Any] = getattr(
+        importlib.import_module(f"lather.kernels.{folder}.triton"), name
+    ).fn
+    return function
+
+
+def test_a_tensor_under_two_names_is_read_and_written_once() -> None:
+    """The tile of logits is overwritten by its gradient; SOAP-Muon's Adam changes the averages that
+    are its gradient."""
+    function = kernel_of("linear_cross_entropy", "_softmax_gradient")
+    logits, row = torch.empty(4, 8), torch.empty(4)
+    others = {"labels": row, "logsumexp": row.clone(), "scale": row.clone()}
+    in_place = {"out": logits, "logits": logits, **others}
+    assert kernel_traffic(function, in_place) == (logits.nbytes + 3 * row.nbytes, logits.nbytes)
+    assert kernel_traffic(function, {**in_place, "out": logits.half()}) == (
+        logits.nbytes + 3 * row.nbytes,
+        logits.nbytes // 2,
+    )
+    adam = kernel_of("adam_in_basis", "_adam")
+    average, square, u = (torch.empty(8) for _ in range(3))
+    tensors = {"g": average, "exp_avg": average, "exp_avg_sq": square, "u": u, "eps": 1e-8}
+    assert kernel_traffic(adam, {**tensors, "PER_MATRIX": False}) == (2 * u.nbytes, 3 * u.nbytes)
+
+
+def test_a_pointer_is_followed_and_only_branches_that_are_compiled_count() -> None:
+    """The logits are stored through the start of their row, with a gradient alone; a pointer that
+    only has to be valid is neither read nor written."""
+    function = kernel_of("cross_entropy", "_cross_entropy")
+    logits, losses, scale = torch.empty(4, 8), torch.empty(4), torch.empty(1)
+    labels = torch.empty(4, dtype=torch.int64)
+    tensors = {"logits": logits, "labels": labels, "losses": losses}
+    read = logits.nbytes + labels.nbytes
+    assert kernel_traffic(function, {**tensors, "scale": scale, "WITH_GRADIENT": True}) == (
+        read + scale.nbytes,
+        losses.nbytes + logits.nbytes,
+    )
+    without = {**tensors, "scale": losses, "WITH_GRADIENT": False}
+    assert kernel_traffic(function, without) == (read, losses.nbytes)
+
+    gate = kernel_of("swiglu", "_backward_kernel")
+    x, grad, result = torch.empty(4, 16), torch.empty(4, 8), torch.empty(4, 16)
+    unused = dict.fromkeys(("scale_ptr", "h_ptr", "dot_ptr"), x)
+    given = {"grad_h_ptr": grad, "gate_up_ptr": x, "grad_gate_up_ptr": result, **unused}
+    constants = {"SCALED": False, "STORE_H": False, "values_ptr": None, "scales_ptr": None}
+    assert kernel_traffic(gate, given | constants) == (x.nbytes + grad.nbytes, result.nbytes)
+    assert kernel_traffic(gate, given | constants | {"h_ptr": grad.clone(), "STORE_H": True}) == (
+        x.nbytes + grad.nbytes,
+        result.nbytes + grad.nbytes,
+    )
 
 
 @pytest.mark.parametrize(

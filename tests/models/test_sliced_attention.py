@@ -333,7 +333,7 @@ class Counted(StandInMode):
             self.ran_here += (name.replace("_scaled_dot_product_", ""),)
     def launch(self, name, read, written, *, flops=0):
         self.ran_here += (name,)
-    def launch_triton(self, function, tensors):
+    def launch_triton(self, function, arguments):
         pass
 
 def show(what, dtype=torch.bfloat16, heads=(4, 2), widths=(128, 128), length=8192, rank=1,

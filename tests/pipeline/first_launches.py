@@ -49,8 +49,9 @@ class FirstLaunches(LedgerMode):
         super().launch(name, read, written, flops=flops)
         self._saw(name)
 
-    def launch_triton(self, function: Any, tensors: Any) -> None:
-        self._saw(function, *((name, x.dtype, x.dim()) for name, x in tensors.items()))
+    def launch_triton(self, function: Any, arguments: Any) -> None:
+        tensors = ((name, x) for name, x in arguments.items() if isinstance(x, torch.Tensor))
+        self._saw(function, *((name, x.dtype, x.dim()) for name, x in tensors))
 
 
 def first_launches(

@@ -122,8 +122,8 @@ class LedgerMode(StandInMode, Recorder):
     def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
         self.tally.launched(launch_named(name, read, written, flops=flops))
 
-    def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
-        self.tally.launched(launch_of_triton(function, tensors))
+    def launch_triton(self, function: Any, arguments: Mapping[str, Any]) -> None:
+        self.tally.launched(launch_of_triton(function, arguments))
 
     def ran(self, operation: RanOperation) -> None:
         travels = operation.func.namespace == "c10d"

@@ -35,7 +35,7 @@ class Observer(Protocol):
 
     def note(self, what: str) -> None: ...
 
-    def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None: ...
+    def launch_triton(self, function: Any, arguments: Mapping[str, Any]) -> None: ...
 
 
 class Functions(TorchFunctionMode):
@@ -201,7 +201,7 @@ def counted_triton(mode: Observer) -> AbstractContextManager[object]:
             raise RuntimeError(
                 f"{self.fn.__name__} is launched with the grid {blocks}, which CUDA refuses"
             )
-        mode.launch_triton(self.fn, tensors)
+        mode.launch_triton(self.fn, bound)
 
     return patch.object(JITFunction, "run", run)
 

@@ -102,8 +102,8 @@ class StandInMode(TorchDispatchMode):
     def launch(self, name: str, read: int, written: int, *, flops: int = 0) -> None:
         """Called when a kernel is launched that is no operation of torch."""
 
-    def launch_triton(self, function: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Called when a Triton kernel is launched with these tensors, by the names of its
+    def launch_triton(self, function: Any, arguments: Mapping[str, Any]) -> None:
+        """Called when a Triton kernel is launched with these arguments, by the names of its
         parameters."""
 
     def entered(self, name: str) -> None:

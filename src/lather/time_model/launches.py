@@ -11,6 +11,7 @@ from torch import Tensor
 from lather.standin.operations import VIEWS, flops
 from lather.time_model import kinds, operations
 from lather.time_model.rates import RateTable
+from lather.time_model.triton_traffic import kernel_traffic
 
 TRITON = "triton "
 """The names of Triton kernels begin so here."""
@@ -63,12 +64,13 @@ def launch_of(
     )
 
 
-def launch_of_triton(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> KernelLaunch:
-    """Return the launch of a Triton kernel with these tensors."""
+def launch_of_triton(function: Callable[..., Any], arguments: Mapping[str, Any]) -> KernelLaunch:
+    """Return the launch of a Triton kernel with these arguments."""
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     return KernelLaunch(
         f"{TRITON}{function.__name__}",
         kinds.kind_of_triton(function, tensors),
-        *operations.kernel_traffic(function, tensors),
+        *kernel_traffic(function, arguments),
         flops=kinds.flops_of_triton(function, tensors),
     )
 

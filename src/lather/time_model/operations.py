@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -119,25 +118,3 @@ def traffic(
 def launches(name: str, args: Sequence[Any]) -> int:
     """The least number of kernels that the operation launches."""
     return int(math.prod(args[0].shape[:-2])) if name in ONE_BY_ONE else 1
-
-
-def kernel_traffic(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """The bytes of the tensors that a Triton kernel's source loads and stores; a tensor whose name
-    is in neither counts as loaded.
-
-    A tensor that is passed again is an unused pointer, or, by the name out_ptr, an operand that is
-    changed in place."""
-    source, seen = source_of(function), set[tuple[int, int]]()
-    read = written = 0
-    for name, x in tensors.items():
-        place = (id(x.untyped_storage()), int(x.storage_offset()))
-        is_again = place in seen
-        if is_again and name != "out_ptr":
-            continue
-        seen.add(place)
-        called = rf"\(\s*(\w+_ptr,\s*)*{name}\b"
-        stores = re.search(rf"(store\w*|atomic\w*){called}", source) is not None
-        loads = re.search(rf"(load\w*){called}", source) is not None
-        read += nbytes(x) if (loads or not stores) and not is_again else 0
-        written += nbytes(x) if stores else 0
-    return read, written
