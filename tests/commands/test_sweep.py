@@ -205,3 +205,48 @@ def test_another_base_or_other_fields_are_refused(finished: tuple[Path, Path, st
     status, _, err = run("sweep", config, "--vary", "optim.lr=1e-2", "--out", sweep)
     assert status == 2
     assert "is a sweep over optim.lr, optim.name, not over optim.lr" in err
+
+
+def test_runs_take_the_texts_that_were_there_at_the_start(tmp_path: Path) -> None:
+    """An edit while runs are made changes none of them, and is refused at the next start."""
+    config, sweep = write_config(tmp_path, steps=3), tmp_path / "sweep"
+    words = ("sweep", config, "--vary", "optim.lr=5e-3,1e-2,2e-2", "--out", sweep)
+    process = start(*words)
+    wait_for(lambda: bool(losses_so_far(sweep)))
+    text = tmp_path / "corpus" / "m0.py"
+    before = text.read_text()
+    text.write_text("x = 1\n" * 200)
+    assert process.communicate(timeout=60)[1] == ""
+    of_runs = [
+        json.loads(path.read_text())["data"] for path in sweep.glob("runs/*/provenance.json")
+    ]
+    assert len(of_runs) == 3
+    assert of_runs[1:] == of_runs[:1] * 2
+    more = (*words, "--seeds", 2)
+    assert run(*words)[0] == 0  # nothing is left to train
+    status, _, err = run(*more)
+    assert status == 2
+    assert f"was begun with other texts than are in {tmp_path / 'corpus'} now: restore" in err
+    text.write_text(before)
+    assert run(*more)[0] == 0
+    text.write_text("x = 1\n" * 200)
+    content = json.loads((sweep / "sweep.json").read_text())
+    del content["data"]  # as it was written before
+    (sweep / "sweep.json").write_text(json.dumps(content))
+    assert run(*words, "--seeds", 3)[0] == 0
+
+
+def test_another_held_out_set_is_refused(tmp_path: Path) -> None:
+    config, sweep, held_out = write_config(tmp_path, steps=3), tmp_path / "sweep", tmp_path / "held"
+    make = ("data", "make", held_out, tmp_path / "corpus", "--vocab-size", 300)
+    assert run(*make)[0] == 0
+    words = ("sweep", config, "--vary", "optim.lr=5e-3", "--out", sweep)
+    words = (*words, "--data.path", held_out, "--data.validation", "other", tmp_path / "other")
+    shutil.copytree(held_out, tmp_path / "other")
+    assert run(*words)[0] == 0
+    shutil.rmtree(tmp_path / "other")
+    tokenizer = ("--tokenizer", held_out / "tokenizer.json")
+    assert run("data", "make", tmp_path / "other", config, *tokenizer)[0] == 0
+    status, _, err = run(*words, "--seeds", 2)
+    assert status == 2
+    assert f"other texts than are in {held_out}, {tmp_path / 'other'} now" in err

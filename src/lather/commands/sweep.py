@@ -18,6 +18,7 @@ from lather.config.config import Config
 from lather.config.fields import fields_of
 from lather.config.toml_file import read_values
 from lather.console import command_console
+from lather.data.dataset import DataSet
 from lather.data.hub_files import pinned_data
 from lather.engine.step import pick_device
 from lather.errors import ConfigError, DataError, UserError, require
@@ -25,7 +26,13 @@ from lather.files import lock_folder
 from lather.output import surviving_output
 from lather.parallel.launch.world import World
 from lather.sweep.grid import LEFT_OUT, GridRun, Values, grid, read_varied, words_for, words_of
-from lather.sweep.record import SweepFolder, check_same
+from lather.sweep.record import (
+    SweepData,
+    SweepFolder,
+    check_same,
+    check_same_data,
+    origin_of,
+)
 from lather.sweep.work import SweepWork
 from lather.train.initial_weights import find_weights
 from lather.train.run_config import configuration_file
@@ -92,11 +99,16 @@ def sweep_command(arguments: list[str]) -> int:
     runs = list({run.key: run for run in (*listed, *chosen)}.values())
     keys = [run.key for run in chosen]
     work = SweepWork(folder, runs, keys, options.jobs, options.nproc, command_console())
-    _check(folder, list(work.wanted().values()), options)
+    wanted = work.wanted()
+    opened = _check(folder, list(wanted.values()), options)
+    check_same_data(folder, listed, opened)
+    taken = {key: opened[origin_of(run.config)] for key, run in wanted.items()}
+    work.data_paths = {key: each.folders for key, each in taken.items()}
+    identities = folder.data() | {key: each.identities for key, each in taken.items()}
     with lock_folder(folder.path, str(folder.path), "--out"), surviving_output():
         if folder.runs(list(varied)) != listed:
             raise UserError(f"{folder.path}: another sweep has just added runs: start again")
-        folder.list_runs(runs)
+        folder.list_runs(runs, identities)
         finished = work.work()
     return int(bool(work.failures)) if finished else 130
 
@@ -136,9 +148,13 @@ def _parse(
         raise ConfigError(f"{error} (with {told})" if told else str(error)) from None
 
 
-def _check(folder: SweepFolder, runs: Sequence[GridRun], options: SweepArguments) -> None:
-    """Raise UserError for anything that would be refused when one of these runs starts."""
-    opened = set()
+def _check(
+    folder: SweepFolder, runs: Sequence[GridRun], options: SweepArguments
+) -> dict[str, SweepData]:
+    """Return the data sets of these runs, by their origin. Raises UserError for anything that would
+    be refused when one of the runs starts."""
+    opened: dict[str, SweepData] = {}
+    checked = set()
     for run in runs:
         config = replace(run.config, run_dir=str(folder.run_dir(run)))
         pick_device(config.train.device)
@@ -149,9 +165,20 @@ def _check(folder: SweepFolder, runs: Sequence[GridRun], options: SweepArguments
             fork_source(folder.run_dir(run), config)
             if config.init_from:
                 find_weights(config)
-            text = str((config.data, config.model.vocab_size, config.train.sequence_length))
-            if text not in opened and not open_run_data(config, print).held_out:
-                raise DataError("a sweep compares validation losses, and the data hold none out")
-            opened.add(text)
+            origin = origin_of(config)
+            if (origin, config.train.sequence_length) not in checked:
+                opened[origin] = _open_data(config)
+            checked.add((origin, config.train.sequence_length))
         except UserError as error:
             raise ConfigError(f"{error} (in run {run.key})") from None
+    return opened
+
+
+def _open_data(config: Config) -> SweepData:
+    """Open the data sets of a run. Raises DataError if they do not fit it."""
+    data = open_run_data(config, print)
+    if not data.held_out:
+        raise DataError("a sweep compares validation losses, and the data hold none out")
+    held_out = [DataSet(Path(folder)) for folder in config.data.validation.values()]
+    identities = [*data.identities.values(), *(each.manifest.identity for each in held_out)]
+    return SweepData(tuple(data.identities), identities)

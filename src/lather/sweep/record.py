@@ -1,6 +1,6 @@
 """The folder of a sweep, in which its runs are listed:
 
-sweep.json      the runs so far: values and seed      runs/KEY        the folder of a run
+sweep.json      the runs so far: values, seed, data   runs/KEY        the folder of a run
 runs/KEY.toml   the configuration of a run            runs/KEY.log    what its process printed
 sweep.png       picture of the results                best.toml       configuration of the best row
 """
@@ -8,7 +8,7 @@ sweep.png       picture of the results                best.toml       configurat
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,16 +58,7 @@ class SweepFolder:
                     "--out"
                 )
             return []
-        try:
-            listed = json.loads(read_text(file))
-            SWEEP.check(listed["format"], file)
-            theirs = list(listed["names"])
-            each = [
-                ({name: values[name] for name in theirs}, int(seed))
-                for values, seed in listed["runs"]
-            ]
-        except (ValueError, KeyError, TypeError):  # also if it is no JSON, or not UTF-8
-            raise RunError(f"{file}: damaged: restore it, or give another --out") from None
+        theirs, each, _ = self._read()
         if set(theirs) != set(names):
             raise RunError(
                 f"{self.path} is a sweep over {', '.join(theirs) or 'seeds'}, not over "
@@ -80,8 +71,30 @@ class SweepFolder:
         unread = GridRun(values, Config(seed=seed))
         return replace(unread, config=load_config(self.toml(unread)))
 
-    def list_runs(self, runs: Sequence[GridRun]) -> None:
-        """Write the list of the runs, after their configurations, so that it can always be read."""
+    def _read(self) -> tuple[list[str], list[tuple[Values, int]], dict[str, list[str]]]:
+        """Return the fields that are varied, values and seed of each run, and `data`. Raises
+        RunError if the list is damaged."""
+        file = self.path / LIST
+        try:
+            listed = json.loads(read_text(file))
+            SWEEP.check(listed["format"], file)
+            names = list(listed["names"])
+            runs: list[tuple[Values, int]] = [
+                ({name: values[name] for name in names}, int(seed))
+                for values, seed in listed["runs"]
+            ]
+            return names, runs, dict(listed.get("data", {}))
+        except (ValueError, KeyError, TypeError):  # also if it is no JSON, or not UTF-8
+            raise RunError(f"{file}: damaged: restore it, or give another --out") from None
+
+    def data(self) -> dict[str, list[str]]:
+        """Return the identities of the data sets of each run in the list, by its key. Runs that
+        were listed before they were recorded have none."""
+        return self._read()[2] if (self.path / LIST).exists() else {}
+
+    def list_runs(self, runs: Sequence[GridRun], data: Mapping[str, Sequence[str]]) -> None:
+        """Write the list of the runs, after their configurations, so that it can always be read.
+        `data`: the identities of their data sets, by the key of the run."""
         (self.path / "runs").mkdir(parents=True, exist_ok=True)
         for run in runs:
             values = {**values_of_config(run.config)}
@@ -89,7 +102,7 @@ class SweepFolder:
             write_aside(self.toml(run), tomli_w.dumps(values))
         each = [[run.values, run.config.seed] for run in runs]
         names = list(runs[0].values)
-        content = {"format": SWEEP.number, "names": names, "runs": each}
+        content = {"format": SWEEP.number, "names": names, "runs": each, "data": data}
         write_aside(self.path / LIST, json.dumps(content, indent=1))
 
 
@@ -102,4 +115,36 @@ def check_same(folder: Path, run: GridRun, config: Config) -> None:
                 f"{folder} was begun with another configuration: {name} is "
                 f"{as_toml(before.get(name))} there and {as_toml(now.get(name))} here: give the "
                 "same, or another --out"
+            )
+
+
+@dataclass(frozen=True)
+class SweepData:
+    """The data sets that runs take."""
+
+    folders: tuple[str, ...]
+    """Folders of the data sets to train on."""
+    identities: list[str]
+    """Identities of these data sets, then of those of `data.validation`."""
+
+
+def origin_of(config: Config) -> str:
+    """Return what the data sets of a run are made from, to tell those of other runs from them."""
+    return str((config.data, config.model.vocab_size))
+
+
+def check_same_data(
+    folder: SweepFolder, listed: Sequence[GridRun], opened: Mapping[str, SweepData]
+) -> None:
+    """Raise RunError if a listed run has taken other texts than are there today. `opened`: the data
+    sets of today by their origin; those of other origins are not looked at."""
+    recorded = folder.data()
+    for run in listed:
+        now, before = opened.get(origin_of(run.config)), recorded.get(run.key)
+        if now is not None and before is not None and before != now.identities:
+            data = run.config.data
+            places = ", ".join([*(data.path or [data.source]), *data.validation.values()])
+            raise RunError(
+                f"{folder.path} was begun with other texts than are in {places} now: restore them, "
+                "or give another --out"
             )

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 
@@ -54,6 +54,9 @@ class SweepWork:
     results: dict[str, RunResult] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     """The reason why a run has ended in this process without a result, by its key."""
+    data_paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Folders of the data sets that a run takes, by its key, also if their texts change while
+    others run."""
     queue: ProcessQueue[GridRun] = field(init=False)
     live: Live | None = field(init=False, default=None)
     shown: float = 0.0
@@ -93,6 +96,7 @@ class SweepWork:
     def _start(self, run: GridRun, place: int) -> BaseProcess:
         words = ["train", str(self.folder.toml(run)), "--run-dir", str(self.folder.run_dir(run))]
         words += ["--nproc", str(self.nproc)] if self.nproc > 1 else []
+        words += ["--data.path", *self.data_paths[run.key]]
         variables = environment(place, self.jobs, self.nproc, run.config.train.device)
         process = multiprocessing.get_context("spawn").Process(
             target=run_command, args=(words, self.folder.log(run), variables), name=run.key
