@@ -15,6 +15,7 @@ import torch
 
 from lather.config.config import Config
 from lather.config.step_ranges import step_ranges, with_range
+from lather.data.dataset import MANIFEST
 from lather.engine.step_reading import StepResult
 from lather.errors import ConfigError
 from lather.files import read_rows
@@ -22,6 +23,7 @@ from lather.train.care import Care
 from lather.train.display import PlainDisplay
 from lather.train.diverged import DivergedError
 from lather.train.loop import train
+from lather.train.metrics import StepRow
 from lather.train.report import report_data
 from lather.train.requests import RunRequests
 from lather.train.spikes import LEAST, SpikeWatch
@@ -266,6 +268,20 @@ def test_a_run_goes_back_to_the_checkpoint_before_a_spike(
     for after in (22, POISONED - 21, STEPS):
         train(stopped, PlainDisplay(1), stopping(after))
     assert last_weights(Path(stopped.run_dir)) == last_weights(Path(config.run_dir))
+
+
+def test_a_run_goes_back_with_the_data_that_it_has_opened(
+    watching: MakeConfig, poisoned: str
+) -> None:
+    """They may have changed since."""
+
+    class Losing(PlainDisplay):
+        def step(self, row: StepRow, num_steps: int) -> None:
+            (Path(poisoned) / MANIFEST).unlink(missing_ok=True)
+
+    config = watching("run", spikes="roll_back")
+    train(config, Losing(100), stopping(POISONED))
+    assert read_rows(Path(config.run_dir) / "spikes.jsonl")
 
 
 def test_spikes_before_the_next_checkpoint_end_a_run_that_goes_back(

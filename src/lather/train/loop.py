@@ -104,7 +104,7 @@ def _launch(
             if mesh.rank == 0:
                 run_dir = cleanup.enter_context(contextlib.closing(RunDirectory(config)))
         try:
-            run = _prepared_run(config, mesh, display, run_dir)
+            run = _prepared_run(config, mesh, display, run_dir, rolled_back.data)
         except UserError:
             if run_dir is not None:
                 run_dir.abandon()
@@ -114,10 +114,15 @@ def _launch(
 
 
 def _prepared_run(
-    config: Config, mesh: Mesh, display: Display, run_dir: RunDirectory | None
+    config: Config,
+    mesh: Mesh,
+    display: Display,
+    run_dir: RunDirectory | None,
+    data: RunData | None,
 ) -> _TrainingRun:
-    """Find initial weights or checkpoint, open the data, build model and optimizer, and record what
-    the run is made from. Only rank 0 has `run_dir`; all ranks use what it finds there."""
+    """Find initial weights or checkpoint, open the data unless they are given, build model and
+    optimizer, and record what the run is made from. Only rank 0 has `run_dir`; all ranks use what
+    it finds there."""
     group, has_rate = mesh.control_group, config.optim.lr is not None
     start = broadcast(None if run_dir is None else run_dir.start, group)
     assert start is not None
@@ -126,7 +131,7 @@ def _prepared_run(
         is_resumed = bool(list_checkpoints(Path(config.run_dir) / "checkpoints"))
         weights = find_weights(config) if config.init_from and not is_resumed else None
     weights = broadcast(weights, group)
-    data = open_on_all_ranks(start, mesh, display.note, run_dir, weights)
+    data = data or open_on_all_ranks(start, mesh, display.note, run_dir, weights)
     start = with_epochs(start, data, mesh, display.note, run_dir)
     config = start.config
     run = _TrainingRun(config, data, mesh, display, weights)
@@ -156,7 +161,7 @@ class _TrainingRun:
         """`weights`: a checkpoint or folder with initial weights."""
         self.config, self.mesh, self.display = config, mesh, display
         self.path = Path(config.run_dir)
-        self.batches, self.held_out = data.batches, data.held_out
+        self.data, self.batches, self.held_out = data, data.batches, data.held_out
         self.best = BestValidation(config, [*data.held_out])
         self.timeline = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
         partition = agreed_partition(config, mesh)
@@ -258,7 +263,7 @@ class _TrainingRun:
         """Return how the run goes on from the newest checkpoint: without the steps since then."""
         checkpoints = broadcast(list_checkpoints(self.saver.folder), self.mesh.control_group)
         checkpoint = step_of(checkpoints[-1]) if checkpoints else 0
-        again = before.again(checkpoint, self.progress.step)
+        again = before.again(checkpoint, self.progress.step, self.data)
         if again.times > self.config.train.max_skipped_steps:
             raise went_back_in_vain(self.config, again)
         if self.record.writes:

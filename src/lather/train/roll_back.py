@@ -14,6 +14,7 @@ from lather.config.config import Config
 from lather.config.step_ranges import with_range
 from lather.files import optional_file
 from lather.train.diverged import DivergedError
+from lather.train.run_dir import RunData
 
 FILE = "spikes.jsonl"
 """The rows of steps that a run has left behind, which `metrics.jsonl` no longer has."""
@@ -29,11 +30,14 @@ class RolledBack:
     """The step of the checkpoint to which it went back last; -1: to none yet."""
     times: int = 0
     """How often it went back to that checkpoint, one time after the other."""
+    data: RunData | None = None
+    """The data sets that it has opened, whose texts may have changed since; None: none yet."""
 
-    def again(self, checkpoint: int, spike: int) -> RolledBack:
+    def again(self, checkpoint: int, spike: int, data: RunData) -> RolledBack:
         """Return how the run goes on from a checkpoint after a spike at a later step."""
         times = self.times + 1 if checkpoint == self.checkpoint else 1
-        return RolledBack(with_range(self.skip_steps, checkpoint + 1, spike), checkpoint, times)
+        left_out = with_range(self.skip_steps, checkpoint + 1, spike)
+        return RolledBack(left_out, checkpoint, times, data)
 
 
 def keep_rows(
