@@ -95,8 +95,9 @@ def test_the_best_configuration_trains_as_it_is(
     _, sweep, _ = finished
     best = sweep / "best.toml"
     assert best.read_text().startswith("# lather sweep: optim.lr=0.01 optim.name=soap: validation")
-    assert {"run_dir", "seed"}.isdisjoint(tomllib.loads(best.read_text()))
+    assert "seed" not in tomllib.loads(best.read_text())
     config = load_config(best)
+    assert config.run_dir == str(sweep / "runs" / "lr-0.01_name-soap_best")
     assert (config.optim.name, config.optim.lr) == ("soap", 0.01)
     assert run("train", best, "--run-dir", tmp_path / "run")[0] == 0
     rows = timeless_rows(sweep / "runs/lr-0.01_name-soap_seed-0")
@@ -250,3 +251,27 @@ def test_another_held_out_set_is_refused(tmp_path: Path) -> None:
     status, _, err = run(*words, "--seeds", 2)
     assert status == 2
     assert f"other texts than are in {held_out}, {tmp_path / 'other'} now" in err
+
+
+def test_averages_are_judged_if_told_and_best_does_not_need_the_picture(tmp_path: Path) -> None:
+    config, sweep = write_config(tmp_path, steps=6), tmp_path / "sweep"
+    words = ("sweep", config, "--vary", "train.average_timescale=0.2,0.5", "--out", sweep)
+    assert "which are of the raw weights: add --weights average" in run(*words)[1]
+    (sweep / "sweep.png").unlink()
+    (sweep / "sweep.png").mkdir()
+    (sweep / "best.toml").unlink()
+    status, out, err = run(*words, "--weights", "average")
+    assert (status, err) == (0, "")
+    last = {
+        path.parent.name: json.loads(path.read_text().splitlines()[-1])
+        for path in sweep.glob("runs/*/metrics.jsonl")
+    }
+    shown = {row[0]: row[1] for row in table_of(out)}
+    assert shown == {
+        value: f"{last[f'average_timescale-{value}_seed-0']['average_validation_loss']:.4f}"
+        for value in ("0.2", "0.5")
+    }
+    assert len({*shown.values()}) == 2
+    assert f"{sweep / 'sweep.png'} cannot be written" in out
+    assert "validation loss of averages" in (sweep / "best.toml").read_text()
+    assert f"lather train {sweep / 'best.toml'}" in out

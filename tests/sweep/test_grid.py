@@ -10,7 +10,8 @@ from lather.config.config import Config
 from lather.config.fields import merged
 from lather.config.loop import LoopConfig
 from lather.config.toml_file import config_from_mapping, values_of_config
-from lather.sweep.grid import GridRun, grid, short_names, text_of, words_of
+from lather.errors import ConfigError
+from lather.sweep.grid import GridRun, grid, read_varied, short_names, text_of, words_of
 
 
 def configure(values: dict[str, str]) -> Config:
@@ -69,3 +70,23 @@ def test_switches_and_lists_become_the_words_of_a_command_line() -> None:
     config = config_from_mapping(merged(values_of_config(Config()), {"log.sample_prompt": "a b"}))
     text = text_of(config.log.sample_prompt)
     assert [*words_of({"log.sample_prompt": text}, base)] == ["--log.sample-prompt", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("'moments=int8,factors=int16', float32", ["moments=int8,factors=int16", "float32"]),
+        ('"it\'s, a \\" b",c\\,d', ["it's, a \" b", "c,d"]),
+        ("'',a b", ["", "a b"]),
+    ],
+)
+def test_commas_within_quotes_do_not_divide(text: str, values: list[str]) -> None:
+    varied = read_varied([f"log.sample_prompt={text}"])["log.sample_prompt"]
+    words = [[*words_of({"log.sample_prompt": value}, {})] for value in varied]
+    assert [" ".join(each[1:]) for each in words] == values
+
+
+@pytest.mark.parametrize("text", ["it's,b", 'a,"b', "a,b\\"])
+def test_a_quote_that_is_not_closed_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="a quote is not closed"):
+        read_varied([f"data.pattern={text}"])

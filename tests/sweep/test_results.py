@@ -85,6 +85,19 @@ def test_the_place_is_among_rows_that_are_equal_otherwise() -> None:
     assert "The best optim.lr, 2, is at the edge" in note
 
 
+def test_equal_losses_have_no_best_at_an_edge() -> None:
+    (note,) = notes_on(over("optim.lr", {"1": [2.0], "2": [3.0], "4": [2.0]}))
+    assert note == "The lowest loss is the same at optim.lr 1 and 4."
+
+
+def test_averages_that_do_not_count_are_told() -> None:
+    found = over("train.average_timescale", {"0.1": [2.0], "0.2": [2.0]})
+    (note,) = notes_on(found)
+    assert "are of the raw weights: add --weights average" in note
+    (note,) = notes_on(found, "average")
+    assert "is the same at train.average_timescale 0.1 and 0.2" in note
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -103,5 +116,5 @@ def test_rows_that_cannot_be_compared_are_named(name: str, said: str) -> None:
 @pytest.mark.parametrize("values", [["1e-3", "1e-2", "1"], ["muon", "soap", "x$y"], ["1e-3"]])
 def test_pictures_of_numbers_of_words_and_of_one_row(values: list[str], tmp_path: Path) -> None:
     found = over("optim.lr", {value: [3.0, 2.5, 2.0] for value in values})
-    draw([*found, *over("optim.lr", {"5": [math.inf]})], tmp_path / "sweep.png")
+    draw([*found, *over("optim.lr", {"5": [math.inf]})], tmp_path / "sweep.png", "loss")
     assert imread(tmp_path / "sweep.png").shape[1] > 500

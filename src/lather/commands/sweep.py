@@ -33,6 +33,7 @@ from lather.sweep.record import (
     check_same_data,
     origin_of,
 )
+from lather.sweep.results import AVERAGES, Weights
 from lather.sweep.work import SweepWork
 from lather.train.initial_weights import find_weights
 from lather.train.run_config import configuration_file
@@ -56,6 +57,9 @@ class SweepArguments:
     """Runs at a time. They divide the cores; GPUs are given to them in turn."""
     nproc: int = 1
     """Ranks of each run on this machine."""
+    weights: Weights = "raw"
+    """Weights whose validation losses count: raw, or the averages of runs that have
+    train.average_timescale."""
     out: Path | None = None
     """Folder of the sweep. Left out: runs/sweeps/NAME for a configuration NAME.toml."""
 
@@ -98,7 +102,13 @@ def sweep_command(arguments: list[str]) -> int:
         check_same(folder.path, run, replace(configure(run.values), seed=run.config.seed))
     runs = list({run.key: run for run in (*listed, *chosen)}.values())
     keys = [run.key for run in chosen]
-    work = SweepWork(folder, runs, keys, options.jobs, options.nproc, command_console())
+    for run in runs:
+        is_known = options.weights == "raw" or run.config.train.average_timescale > 0
+        judged = f"raw, or all runs must have {AVERAGES}, such as 0.1: {run.key} has none"
+        require(is_known, "--weights", options.weights, judged)
+    work = SweepWork(
+        folder, runs, keys, options.jobs, options.nproc, command_console(), weights=options.weights
+    )
     wanted = work.wanted()
     opened = _check(folder, list(wanted.values()), options)
     check_same_data(folder, listed, opened)

@@ -23,6 +23,8 @@ LEFT_OUT = {
 }
 """Fields that are not varied, and what to do."""
 LONGEST_KEY = 100
+VALUE = r"""(?:[^,'"\\]|'[^']*'|"(?:[^"\\]|\\.)*"|\\.)*"""
+"""A value in a list with commas: a comma within quotes, as a shell has them, is part of it."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,20 @@ class GridRun:
     @property
     def key(self) -> str:
         """The name of its folder: all values and the seed."""
-        names = short_names(self.values)
-        whole = "_".join(f"{names[name]}-{value}" for name, value in sorted(self.values.items()))
-        whole = f"{whole}_seed-{self.config.seed}".removeprefix("_")
-        plain = re.sub(r"[^\w.+-]+", "-", whole, flags=re.ASCII)[:LONGEST_KEY]
-        return plain if plain == whole else f"{plain}-{digest_of(whole)[:8]}"
+        return folder_name(self.values, f"seed-{self.config.seed}")
 
     @property
     def text(self) -> str:
         """The values and the seed, for messages."""
         return f"{words_for(self.values)} seed={self.config.seed}".strip()
+
+
+def folder_name(values: Values, end: str) -> str:
+    """Return a name for a folder that tells all values, `lr-0.01_name-muon_END`."""
+    names = short_names(values)
+    whole = "_".join([*(f"{names[name]}-{value}" for name, value in sorted(values.items())), end])
+    plain = re.sub(r"[^\w.+-]+", "-", whole, flags=re.ASCII)[:LONGEST_KEY]
+    return plain if plain == whole else f"{plain}-{digest_of(whole)[:8]}"
 
 
 def words_for(values: Values) -> str:
@@ -71,7 +77,13 @@ def read_varied(texts: Sequence[str]) -> dict[str, list[str]]:
     varied: dict[str, list[str]] = {}
     for text in texts:
         name, equals, rest = text.removeprefix("--").partition("=")
-        name, values = name.replace("-", "_"), [value.strip() for value in rest.split(",")]
+        if not re.fullmatch(f"{VALUE}(,{VALUE})*", rest, re.DOTALL):
+            raise ConfigError(
+                f"--vary {text}: a quote is not closed: close it, or write an apostrophe within "
+                'double quotes, such as "it\'s"'
+            )
+        values = [value.strip() for value in re.findall(f"(?:^|,)({VALUE})", rest, re.DOTALL)]
+        name = name.replace("-", "_")
         if not (name and equals and all(values)):
             raise ConfigError(
                 f"--vary {text}: give a field and its values, such as --vary optim.lr=5e-3,1e-2"

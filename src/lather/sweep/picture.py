@@ -17,14 +17,14 @@ from lather.sweep.results import SweepRow, number_of
 
 COLORS = 10
 LINES = ("-", "--", ":", "-.")
-LOSS = "validation loss (nats per token)"
 LOGARITHMIC = 3.0
 """Ratio of the greatest to the least number from which on their axis is logarithmic."""
 
 
-def draw(rows: Sequence[SweepRow], out: Path) -> None:
-    """Draw the rows that have results. Raises UserError if `out` cannot be written."""
-    over = _axis(rows)
+def draw(rows: Sequence[SweepRow], out: Path, loss: str) -> None:
+    """Draw the rows that have results. `loss`: the name of theirs. Raises UserError if `out` cannot
+    be written."""
+    over, label_of_loss = _axis(rows), f"{loss} (nats per token)"
     lines: dict[str, list[SweepRow]] = {}
     for row in rows:
         lines.setdefault(_label(row, over), []).append(row)
@@ -34,7 +34,7 @@ def draw(rows: Sequence[SweepRow], out: Path) -> None:
     if over is None:
         for place, row in enumerate(rows):
             _draw_points(axes, [row], [place], {"color": f"C{place % COLORS}"}, is_across=True)
-        axes.set(xlabel=LOSS, yticks=range(len(rows)), yticklabels=list(lines))
+        axes.set(xlabel=label_of_loss, yticks=range(len(rows)), yticklabels=list(lines))
         axes.set_ylim(len(rows) - 0.5, -0.5)
     else:
         for index, (label, each) in enumerate(sorted(lines.items())):
@@ -43,7 +43,7 @@ def draw(rows: Sequence[SweepRow], out: Path) -> None:
             style = {"color": f"C{index % COLORS}", "ls": LINES[index // COLORS % len(LINES)]}
             _draw_points(axes, each, numbers, {**style, "label": label})
         _set_numbers(axes, rows, over)
-        axes.set(xlabel=over, ylabel=LOSS)
+        axes.set(xlabel=over, ylabel=label_of_loss)
         if len(lines) > 1:
             figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     most = max(len(row.results) for row in rows)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lather.checkpoint.folder import list_checkpoints, step_of
 from lather.config.config import Config
@@ -26,6 +27,13 @@ OTHER_TOKENS = (
     *("train.first_batch_size", "train.batch_growth_steps"),
 )
 """Fields that change the number of tokens that a run trains on."""
+AVERAGES = "train.average_timescale"
+Weights = Literal["raw", "average"]
+LOSSES: Mapping[Weights, str] = {
+    "raw": "validation loss",
+    "average": "validation loss of averages",
+}
+"""The loss by which runs are judged, by the weights whose loss it is."""
 TAIL_BYTES = 4096
 
 
@@ -38,13 +46,10 @@ class RunResult:
     why: str = ""
     """The reason why it diverged."""
 
-    @property
-    def text(self) -> str:
-        return "diverged" if self.why else f"validation loss {self.loss:.4f}"
 
-
-def result_of(run_dir: Path, config: Config) -> RunResult | None:
-    """Return the result of the run in this folder; None if it has not come to its end."""
+def result_of(run_dir: Path, config: Config, weights: Weights = "raw") -> RunResult | None:
+    """Return the result of the run in this folder, the loss of its weights or of their averages;
+    None if it has not come to its end."""
     rows = read_rows(run_dir / "metrics.jsonl")
     steps = [row for row in rows if "loss" in row and row["tokens"]]  # others count for nothing
     most = config.train.max_skipped_steps
@@ -56,7 +61,7 @@ def result_of(run_dir: Path, config: Config) -> RunResult | None:
     end = found[-1][0] if has_ended(found, config.train.patience) else _num_steps(run_dir, config)
     if end not in saved or not last or last[0]["step"] != end:
         return None
-    loss = last[0]["validation_loss"]
+    loss = last[0].get("validation_loss" if weights == "raw" else "average_validation_loss")
     if loss is None:
         return RunResult(math.inf, "its last validation loss is not finite")
     return RunResult(float(loss))
@@ -120,15 +125,26 @@ def best_of(rows: Sequence[SweepRow]) -> SweepRow | None:
     return min(complete, key=lambda row: row.place, default=None)
 
 
-def notes_on(rows: Sequence[SweepRow]) -> Iterator[str]:
+def notes_on(rows: Sequence[SweepRow], weights: Weights = "raw") -> Iterator[str]:
     """Yield a sentence on the place of the best row among the values of each number that is varied,
-    and one if losses of rows cannot be compared."""
+    and one if losses of rows cannot be compared, or are not those of the averages that are
+    varied."""
+    names = [name for name in rows[0].values if len({row.values[name] for row in rows}) > 1]
+    if AVERAGES in names and weights == "raw":
+        yield (
+            f"{AVERAGES} does not change these losses, which are of the raw weights: add --weights "
+            "average"
+        )
+        names.remove(AVERAGES)
     best = best_of(rows)
-    for name in rows[0].values if best else ():
+    for name in names if best else ():
         assert best is not None
         others = [row for row in rows if row.results and _differ_in(row, best) <= {name}]
         numbers = sorted({number for row in others if (number := number_of(row, name)) is not None})
-        if len(numbers) == len(others) > 1:
+        equal = [row.values[name] for row in others if row.place == best.place]
+        if len(equal) > 1:
+            yield f"The lowest loss is the same at {name} {' and '.join(equal)}."
+        elif len(numbers) == len(others) > 1:
             place = numbers.index(number_of(best, name) or 0.0)
             if 0 < place < len(numbers) - 1:
                 yield f"The best {name}, {best.values[name]}, lies between others."
@@ -138,7 +154,6 @@ def notes_on(rows: Sequence[SweepRow]) -> Iterator[str]:
                     f"The best {name}, {best.values[name]}, is at the edge of its values: extend "
                     f"them with {end} ones."
                 )
-    names = [name for name in rows[0].values if len({row.values[name] for row in rows}) > 1]
     if losses := [name for name in names if name.startswith(OTHER_LOSSES)]:
         yield (
             f"Losses at different {' and '.join(losses)} are of different tokens: do not compare "

@@ -20,14 +20,16 @@ from rich.live import Live
 from lather.config.toml_file import values_of_config
 from lather.console import FittedTable, is_live, titled_table
 from lather.cores import num_cores
-from lather.files import read_text, write_aside
+from lather.files import optional_file, read_text, write_aside
 from lather.sweep.child import run_command
-from lather.sweep.grid import GridRun, short_names, words_for
+from lather.sweep.grid import GridRun, folder_name, short_names, words_for
 from lather.sweep.queue import ProcessQueue
 from lather.sweep.record import SweepFolder
 from lather.sweep.results import (
+    LOSSES,
     RunResult,
     SweepRow,
+    Weights,
     best_of,
     last_step,
     notes_on,
@@ -57,6 +59,8 @@ class SweepWork:
     data_paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Folders of the data sets that a run takes, by its key, also if their texts change while
     others run."""
+    weights: Weights = "raw"
+    """The weights whose losses count."""
     queue: ProcessQueue[GridRun] = field(init=False)
     live: Live | None = field(init=False, default=None)
     shown: float = 0.0
@@ -89,7 +93,7 @@ class SweepWork:
         """Read the results of the runs that have none yet."""
         for run in self.runs:
             if run.key not in self.results:
-                result = result_of(self.folder.run_dir(run), run.config)
+                result = result_of(self.folder.run_dir(run), run.config, self.weights)
                 if result is not None:
                     self.results[run.key] = result
 
@@ -105,14 +109,15 @@ class SweepWork:
         return process
 
     def _ended(self, run: GridRun, code: int | None) -> None:
-        result = result_of(self.folder.run_dir(run), run.config)
+        result = result_of(self.folder.run_dir(run), run.config, self.weights)
         if result is None:
             self.failures[run.key] = self._reason(run, code)
             self._say(f"{run.text}: {self.failures[run.key]}")
         else:
             self.results[run.key] = result
             left = len(self.wanted())
-            self._say(f"{run.text}: {result.text} ({left} {'run' if left == 1 else 'runs'} left)")
+            loss = "diverged" if result.why else f"{LOSSES[self.weights]} {result.loss:.4f}"
+            self._say(f"{run.text}: {loss} ({left} {'run' if left == 1 else 'runs'} left)")
 
     def _reason(self, run: GridRun, code: int | None) -> str:
         """Say why a run has ended without a result."""
@@ -151,7 +156,7 @@ class SweepWork:
         """Return a table of the rows, the best first."""
         rows = rows_of(self.runs, self.results)
         names = short_names(rows[0].values)
-        table = titled_table("", names.values(), ("validation loss", "seeds"))
+        table = titled_table("", names.values(), (LOSSES[self.weights], "seeds"))
         table.add_column("state")
         for row in rows:
             loss = "" if row.mean is None else row.mean.text(4)
@@ -182,26 +187,35 @@ class SweepWork:
                 self._say(f"{run.text}: diverged: {result.why}")
             elif run.key in self.failures:
                 self._say(f"{run.text}: {self.failures[run.key]}")
-        for note in notes_on(rows):
+        for note in notes_on(rows, self.weights):
             self._say(note)
         if not finished:
             self._say("stopped; the same command goes on")
-        if drawn := [row for row in rows if row.results]:
-            from lather.sweep.picture import draw  # matplotlib takes a second to import
-
-            draw(drawn, self.folder.path / "sweep.png")
-            self._say(f"picture  {self.folder.path / 'sweep.png'}")
         are_complete = all(row.is_complete for row in rows)
-        if finished and are_complete and (best := best_of(rows)):
+        best = best_of(rows) if finished and are_complete else None
+        if best is not None:
             self._write_best(best)
+        if drawn := [row for row in rows if row.results]:
+            self._draw(drawn)
+        if best is not None:
             self._say(f"best     lather train {self.folder.best}")
+
+    def _draw(self, rows: Sequence[SweepRow]) -> None:
+        from lather.sweep.picture import draw  # matplotlib takes a second to import
+
+        picture = self.folder.path / "sweep.png"
+        with optional_file(picture, self._say):
+            draw(rows, picture, LOSSES[self.weights])
+            self._say(f"picture  {picture}")
 
     def _write_best(self, row: SweepRow) -> None:
         values = values_of_config(row.runs[0].config)
-        for name in ("run_dir", "seed"):
-            del values[name]
+        del values["seed"]
+        # the default is any other run's, too
+        values["run_dir"] = str(self.folder.path / "runs" / folder_name(row.values, "best"))
         assert row.mean is not None
-        comment = f"# lather sweep: {words_for(row.values)}: validation loss {row.mean.text(4)}\n"
+        loss = f"{LOSSES[self.weights]} {row.mean.text(4)}"
+        comment = f"# lather sweep: {words_for(row.values)}: {loss}\n"
         write_aside(self.folder.best, comment + tomli_w.dumps(values))
 
 
