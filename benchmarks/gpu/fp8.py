@@ -5,7 +5,9 @@ All contestants multiply the same rows with the same weights, each in its own fo
 
     grouped_mm               torch's in bf16, the baseline
     lather                   e4m3 with scales of 1 x 128 and 128 x 128, rows and weights rounded
-    lather with rounding     the same, and the time to round the rows
+    lather, transposed       the same product, of weights that are stored as their transposes, as in
+                             the gradients of inputs
+    lather with rounding     the first, and the time to round the rows
     scaled_grouped_mm        torch's: e4m3 with a scale for each row of rows and of weights
     scaled_grouped_mm, fast  the same with narrower sums
     deep_gemm                DeepGEMM's, with the operands of lather
@@ -178,18 +180,21 @@ def _in_bf16(given: ExpertOperands) -> ExpertProduct:
     return ExpertProduct(run, given.x_GI, given.weight_EOI)
 
 
-def _with_blocks(given: ExpertOperands, *, rounding: bool) -> ExpertProduct:
-    rows, weights = scaled_rows(given.x_GI), scaled_weights(given.weight_EOI)
+def _with_blocks(
+    given: ExpertOperands, *, rounding: bool = False, transposed: bool = False
+) -> ExpertProduct:
+    rows = scaled_rows(given.x_GI)
+    weights = scaled_weights(given.weight_EOI.mT if transposed else given.weight_EOI)
 
     def run() -> Tensor:
         x = scaled_rows(given.x_GI) if rounding else rows
-        return grouped_product(x, None, weights, given.end_E, torch.bfloat16)
+        return grouped_product(x, None, weights, given.end_E, torch.bfloat16, transposed=transposed)
 
-    scales_EOI = weights.scales
+    values_EOI, scales_EOI = (part.mT if transposed else part for part in weights)
     for dim, size in enumerate(given.weight_EOI.shape[1:], start=1):
         scales_EOI = scales_EOI.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
     x_GI = unscaled_rows(rows, None, torch.float32)
-    return ExpertProduct(run, x_GI, weights.values.float() * scales_EOI)
+    return ExpertProduct(run, x_GI, values_EOI.float() * scales_EOI)
 
 
 def _with_row_scales(given: ExpertOperands, *, fast: bool) -> ExpertProduct:
@@ -212,7 +217,7 @@ def _by_row(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _of_deep_gemm(given: ExpertOperands) -> ExpertProduct:
     deep_gemm = importlib.import_module("deep_gemm")
-    ours = _with_blocks(given, rounding=False)
+    ours = _with_blocks(given)
     rows, weights = scaled_rows(given.x_GI), scaled_weights(given.weight_EOI)
     num_experts, device = len(given.end_E), given.x_GI.device
     expert_E = torch.arange(num_experts, dtype=torch.int32, device=device)
@@ -229,7 +234,8 @@ def _of_deep_gemm(given: ExpertOperands) -> ExpertProduct:
 
 CONTESTANTS: dict[str, Callable[[ExpertOperands], ExpertProduct]] = {
     "grouped_mm": _in_bf16,
-    "lather": partial(_with_blocks, rounding=False),
+    "lather": _with_blocks,
+    "lather, transposed": partial(_with_blocks, transposed=True),
     "lather with rounding": partial(_with_blocks, rounding=True),
     "scaled_grouped_mm": partial(_with_row_scales, fast=False),
     "scaled_grouped_mm, fast": partial(_with_row_scales, fast=True),

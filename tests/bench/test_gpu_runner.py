@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import kernels
 from benchmarks.check import CheckError
@@ -29,6 +31,7 @@ from benchmarks.gpu.parts import MeasuredPart, all_parts, first_use
 from benchmarks.gpu.runner import PartOutcome, Runner
 from benchmarks.gpu.summary import collect, result
 from benchmarks.gpu.work import Settings, main
+from lather.kernels.block_scaled import grouped_product
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
@@ -395,6 +398,29 @@ def test_peers_in_fp8_are_measured_or_named_with_a_reason(
     monkeypatch.setitem(fp8.CONTESTANTS, "lather", times(1.01))
     with pytest.raises(CheckError, match="gate/up"):
         list(fp8.rows(Settings(CPU, small=True), ""))
+
+
+def test_a_product_of_transposed_weights_is_the_same_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gradient of an input multiplies with weights whose contracted dim is not contiguous."""
+    taken: list[bool] = []
+
+    def product(*args: Any, transposed: bool = False) -> Tensor:
+        taken.append(transposed)
+        return grouped_product(*args, transposed=transposed)
+
+    monkeypatch.setattr(fp8, "grouped_product", product)
+    names = ("grouped_mm", "lather", "lather, transposed")
+    monkeypatch.setattr(fp8, "CONTESTANTS", {name: fp8.CONTESTANTS[name] for name in names})
+    found = list(fp8.rows(Settings(CPU, small=True), ""))
+    measured = {(row["config"]["contestant"], row["config"]["product"]): row for row in found}
+    assert measured.keys() == {(name, product) for name in names for product in fp8.SMALL}
+    assert taken == sorted(taken)
+    assert {*taken} == {False, True}
+    for product in fp8.SMALL:
+        ours, turned = (measured[name, product]["check"] for name in names[1:])
+        assert turned["difference_from_bf16"] == pytest.approx(ours["difference_from_bf16"], 0.01)
 
 
 def test_a_peer_that_is_not_installed_is_named() -> None:

@@ -157,6 +157,15 @@ def kernel_of(folder: str, name: str) -> Callable[..., Any]:
     return function
 
 
+def test_products_in_fp8_with_transposed_weights_are_a_kind_of_their_own() -> None:
+    """The rate is assumed, that of other products in FP8 measured."""
+    function = kernel_of("block_scaled", "_multiply")
+    kind, turned = (kinds.kind_of_triton(function, {"TRANSPOSED": x}) for x in (False, True))
+    assert (kind, turned) == ("FP8 grouped GEMM", "FP8 grouped GEMM, transposed")
+    assert H100.kinds[kind].source.startswith("measured: ")
+    assert H100.kinds[turned].source.startswith("assumed: ")
+
+
 def test_a_tensor_under_two_names_is_read_and_written_once() -> None:
     """The tile of logits is overwritten by its gradient; SOAP-Muon's Adam changes the averages that
     are its gradient."""

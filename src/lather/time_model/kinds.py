@@ -290,15 +290,17 @@ def triton_name(function: Callable[..., Any]) -> str:
     return f"{function.__module__.split('.')[-2]}.{function.__name__}"
 
 
-def kind_of_triton(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> str:
-    """Return the kind of a Triton kernel with these tensors; unknown, if it has products whose
+def kind_of_triton(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Return the kind of a Triton kernel with these arguments; unknown, if it has products whose
     flops nobody counts."""
     name = triton_name(function)
     if "tl.dot" in source_of(function) and name not in TRITON_FLOPS:
         return UNKNOWN
     kind = TRITON.get(name) or TRITON.get(name.partition(".")[0], UNKNOWN)
-    in_tf32 = kind == "symmetric products" and tensors["x_ptr"].dtype == torch.float32
-    return "symmetric TF32 products" if in_tf32 else kind
+    if kind == "symmetric products" and arguments["x_ptr"].dtype == torch.float32:
+        return "symmetric TF32 products"
+    is_turned = kind == "FP8 grouped GEMM" and arguments["TRANSPOSED"]
+    return f"{kind}, transposed" if is_turned else kind
 
 
 def flops_of_triton(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> int:

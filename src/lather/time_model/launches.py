@@ -69,7 +69,7 @@ def launch_of_triton(function: Callable[..., Any], arguments: Mapping[str, Any])
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     return KernelLaunch(
         f"{TRITON}{function.__name__}",
-        kinds.kind_of_triton(function, tensors),
+        kinds.kind_of_triton(function, arguments),
         *kernel_traffic(function, arguments),
         flops=kinds.flops_of_triton(function, tensors),
     )

@@ -92,6 +92,11 @@ def _kinds(copy: float) -> dict[str, KindRate]:
             "measured: on an H200 a simple kernel with the same blocks took 0.87 ms for 566 GF",
             650e12,
         ),
+        "FP8 grouped GEMM, transposed": KindRate(
+            copy,
+            "assumed: as FP8 grouped GEMM; turning the weights may take up to half of it",
+            650e12,
+        ),
         "experts' weight gradients": KindRate(
             copy,
             "measured: on an H200 492 with 3,072 rows of an expert, 384 with 768 and an addition",
@@ -204,6 +209,7 @@ CORE = RateTable(
         "symmetric TF32 products": replace(_CORE, flops=150e9, source="assumed: as others"),
         "grouped GEMM": replace(_CORE, flops=80e9),
         "FP8 grouped GEMM": replace(_CORE, flops=20e9, source="assumed: emulated"),
+        "FP8 grouped GEMM, transposed": replace(_CORE, flops=20e9, source="assumed: emulated"),
         "experts' weight gradients": replace(_CORE, flops=80e9),
         "attention forward": replace(_CORE, flops=40e9),
         "attention backward": replace(_CORE, flops=40e9),
