@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from planned_runs import run_config
+from torch import Tensor
 
 from lather.memory.dry_rank import LedgerMode, dry_rank
 from lather.memory.workers import Assumed
@@ -50,7 +51,7 @@ class FirstLaunches(LedgerMode):
         self._saw(name)
 
     def launch_triton(self, function: Any, arguments: Any) -> None:
-        tensors = ((name, x) for name, x in arguments.items() if isinstance(x, torch.Tensor))
+        tensors = ((name, x) for name, x in arguments.items() if isinstance(x, Tensor))
         self._saw(function, *((name, x.dtype, x.dim()) for name, x in tensors))
 
 
