@@ -289,6 +289,22 @@ def test_triton_is_the_reference(size: tuple[int, int], dtype: torch.dtype) -> N
         assert not torch.allclose(1.01 * gradient, expected_gradient, rtol=8e-3, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("scale", [0.0, torch.inf, torch.nan])
+def test_rows_of_any_numbers_are_zero_with_scale_zero_and_not_finite_with_others(
+    scale: float,
+) -> None:
+    logits = torch.zeros(4, 8)
+    logits[0, 3], logits[1], logits[2, 5] = torch.nan, torch.inf, -torch.inf
+    labels = torch.tensor([1, 2, 3, -1])
+    gradients = [logits.clone(), logits.clone()]
+    for module, gradient in zip((reference, triton), gradients, strict=True):
+        module.token_losses(gradient, labels, torch.tensor(scale), z_loss=0.01)
+    expected, actual = gradients
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+    assert expected.any() == (scale != 0)
+
+
 def test_the_whole_operation_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     leaf, labels = inputs(13, 63, torch.float32)
     expected = with_gradients(cross_entropy_(leaf * 1, labels, **OPTIONS), leaf)

@@ -80,7 +80,7 @@ def _cross_entropy(
     tl.store(losses + row, tl.where(label >= 0, loss, 0.0))
 
     if WITH_GRADIENT:
-        weight = tl.load(scale)
+        weight = tl.where(label >= 0, tl.load(scale), 0.0)
         factor = weight * (1.0 + 2.0 * z_loss * logsumexp)
         for first in range(0, vocabulary, BLOCK):
             inside = first + columns < vocabulary
@@ -88,5 +88,5 @@ def _cross_entropy(
             gradient = factor * tl.exp(x - logsumexp) - tl.where(
                 first + columns == label, weight, 0.0
             )
-            gradient = tl.where(label >= 0, gradient, 0.0)
+            gradient = tl.where(weight == 0.0, 0.0, gradient)
             tl.store(start + first + columns, gradient.to(logits.dtype.element_ty), mask=inside)
