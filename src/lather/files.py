@@ -300,14 +300,16 @@ def read_rows(
 
 
 @contextlib.contextmanager
-def optional_file(file: Path, note: Callable[[str], None]) -> Iterator[None]:
+def optional_file(
+    file: Path, note: Callable[[str], None], end: str = ": the run goes on without it"
+) -> Iterator[None]:
     """Write a file on which nothing depends in the block; if it cannot be written, only say so with
-    `note`."""
+    `note`, in a sentence with this `end`."""
     try:
         yield
     except UserError as error:  # that of a command whose --out cannot be written
         cause = error.__context__
         why = reason(cause, file) if isinstance(cause, OSError) else str(error)
-        note(f"{file} cannot be written ({why}): the run goes on without it")
+        note(f"{file} cannot be written ({why}){end}")
     except OSError as error:
-        note(f"{file} cannot be written ({reason(error, file)}): the run goes on without it")
+        note(f"{file} cannot be written ({reason(error, file)}){end}")

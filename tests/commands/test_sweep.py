@@ -242,7 +242,8 @@ def test_another_held_out_set_is_refused(tmp_path: Path) -> None:
     make = ("data", "make", held_out, tmp_path / "corpus", "--vocab-size", 300)
     assert run(*make)[0] == 0
     words = ("sweep", config, "--vary", "optim.lr=5e-3", "--out", sweep)
-    words = (*words, "--data.path", held_out, "--data.validation", "other", tmp_path / "other")
+    words = (*words, "--data.path", held_out, held_out, "--data.weights", 1, 2)
+    words = (*words, "--data.validation", "other", tmp_path / "other")
     shutil.copytree(held_out, tmp_path / "other")
     assert run(*words)[0] == 0
     shutil.rmtree(tmp_path / "other")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.image import imread
@@ -12,6 +14,7 @@ from matplotlib.image import imread
 from lather.config.config import Config
 from lather.sweep.grid import GridRun
 from lather.sweep.picture import draw
+from lather.sweep.record import origin_of
 from lather.sweep.results import RunResult, SweepRow, best_of, notes_on, rows_of
 
 
@@ -96,6 +99,19 @@ def test_averages_that_do_not_count_are_told() -> None:
     assert "are of the raw weights: add --weights average" in note
     (note,) = notes_on(found, "average")
     assert "is the same at train.average_timescale 0.1 and 0.2" in note
+    (note,) = notes_on(over("train.average_timescale", {"0": [2.0], "0.2": [2.0]}))
+    assert note.endswith("add --weights average and leave 0 out")
+
+
+def test_how_data_are_used_does_not_make_other_data_sets() -> None:
+    config = Config()
+    changes: list[tuple[dict[str, Any], bool]] = [
+        ({"packed_attention": False}, True),
+        ({"source": "texts"}, False),
+    ]
+    for change, is_same in changes:
+        other = replace(config, data=replace(config.data, **change))
+        assert (origin_of(other) == origin_of(config)) == is_same
 
 
 @pytest.mark.parametrize(

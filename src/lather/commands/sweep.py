@@ -191,4 +191,5 @@ def _open_data(config: Config) -> SweepData:
         raise DataError("a sweep compares validation losses, and the data hold none out")
     held_out = [DataSet(Path(folder)) for folder in config.data.validation.values()]
     identities = [*data.identities.values(), *(each.manifest.identity for each in held_out)]
-    return SweepData(tuple(data.identities), identities)
+    # a data set may be there twice, with a weight each time
+    return SweepData(config.data.path or tuple(data.identities), identities)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 SCALARS = frozenset({bool, int, float, str})
 LEAST_RATE = -1e-12
-"""Negative learning rate from which on a rate counts as 0."""
+"""Rates between this and 0 are 0: rounding errors of schedules."""
 
 
 def converted(value: Any, hint: Any) -> Any:

@@ -128,9 +128,14 @@ class SweepData:
     """Identities of these data sets, then of those of `data.validation`."""
 
 
+USES = ("weights", "packing", "packed_attention")
+"""Fields of `[data]` that say how its data sets are used."""
+
+
 def origin_of(config: Config) -> str:
     """Return what the data sets of a run are made from, to tell those of other runs from them."""
-    return str((config.data, config.model.vocab_size))
+    made_from = {name: x for name, x in vars(config.data).items() if name not in USES}
+    return str((made_from, config.model.vocab_size))
 
 
 def check_same_data(
@@ -143,7 +148,8 @@ def check_same_data(
         now, before = opened.get(origin_of(run.config)), recorded.get(run.key)
         if now is not None and before is not None and before != now.identities:
             data = run.config.data
-            places = ", ".join([*(data.path or [data.source]), *data.validation.values()])
+            each = [*(data.path or [data.source]), *data.validation.values()]
+            places = ", ".join(dict.fromkeys(each))
             raise RunError(
                 f"{folder.path} was begun with other texts than are in {places} now: restore them, "
                 "or give another --out"

@@ -131,9 +131,10 @@ def notes_on(rows: Sequence[SweepRow], weights: Weights = "raw") -> Iterator[str
     varied."""
     names = [name for name in rows[0].values if len({row.values[name] for row in rows}) > 1]
     if AVERAGES in names and weights == "raw":
+        also = " and leave 0 out" if any(number_of(row, AVERAGES) == 0 for row in rows) else ""
         yield (
             f"{AVERAGES} does not change these losses, which are of the raw weights: add --weights "
-            "average"
+            f"average{also}"
         )
         names.remove(AVERAGES)
     best = best_of(rows)

@@ -204,7 +204,7 @@ class SweepWork:
         from lather.sweep.picture import draw  # matplotlib takes a second to import
 
         picture = self.folder.path / "sweep.png"
-        with optional_file(picture, self._say):
+        with optional_file(picture, self._say, end=""):
             draw(rows, picture, LOSSES[self.weights])
             self._say(f"picture  {picture}")
 

@@ -93,10 +93,10 @@ class _PointerWalk(ast.NodeVisitor):
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.visit(node.value)
-        (target,) = node.targets
-        pairs = [(target, node.value)]
-        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-            pairs = list(zip(target.elts, node.value.elts, strict=True))
+        pairs = [(target, node.value) for target in node.targets]
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs += zip(target.elts, node.value.elts, strict=True)
         for name, pointers in [(name, self.into(value)) for name, value in pairs]:
             if isinstance(name, ast.Name):
                 self.pointers[name.id] = pointers
@@ -106,7 +106,8 @@ class _PointerWalk(ast.NodeVisitor):
         function = node.func
         name = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
         if "store" not in name and "atomic" not in name and "load" not in name:
-            self.loaded.update(*map(self.into, node.args))
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            self.loaded.update(*map(self.into, given))
             return
         touched = self.loaded if "load" in name else self.stored
         for argument in node.args:
@@ -133,6 +134,6 @@ def _truth(test: ast.expr, constants: Constants) -> bool | None:
             return None if truth is None else not truth
         case ast.Compare(
             left=ast.Name(id=name), ops=[kind], comparators=[ast.Constant(value=value)]
-        ) if name in constants:
+        ) if name in constants and type(kind) in COMPARISONS:
             return COMPARISONS[type(kind)](constants[name], value)
     return None

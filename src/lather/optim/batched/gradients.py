@@ -215,11 +215,17 @@ def checked_factor(value: Any) -> float:
 
 def multiply_gradients(infos: Iterable[ParamInfo], factor: float) -> None:
     """Multiply this rank's parts of gradients in place, but for those that their rules multiply as
-    they read them (`ParamInfo.takes_factor`)."""
+    they read them (`ParamInfo.takes_factor`). Raises ValueError, before that, for a gradient that
+    cannot be written."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for info in infos:
         if info.param.grad is not None and not info.takes_factor:
             grad = local(info.param.grad)
+            if any(n > 1 and not step for n, step in zip(grad.shape, grad.stride(), strict=True)):
+                raise ValueError(
+                    f"the gradient of {info.name} has elements that share memory, as `expand` "
+                    "makes them, and cannot be multiplied in place: clone it"
+                )
             alike.setdefault((grad.device, grad.dtype), []).append(grad)
     for grads in alike.values():
         foreach_mul_(grads, factor)

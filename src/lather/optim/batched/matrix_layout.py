@@ -214,8 +214,8 @@ class Layout:
             shapes["step"] = ()
         for key in (*expected, *shapes):
             if expected.get(key) != shapes.get(key):
-                is_of_option = (key in self.entries and key not in shapes) or key not in expected
-                remedy = ", or begin with a fresh state to change the option that it belongs to"
+                is_of_option = key in (NORM, *self.rule.optional_entries)
+                remedy = f", or, to change the option that {key} belongs to, begin with fresh state"
                 raise ValueError(
                     f"{what} has {key} {shapes.get(key, 'missing')}, expected "
                     f"{expected.get(key, 'none')}: it belongs to another parameter or to other "

@@ -154,8 +154,12 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=DocumentedByRule):
                 loss = closure()
         with record_function("lather.optim.collect"):
             plan = self._collect(norms, factor)
-        if plan is None:
-            return loss
+        if plan is not None:
+            self._take(plan, factor)
+        return loss
+
+    def _take(self, plan: StepPlan, factor: float) -> None:
+        """Take the step of a plan. A step that fails leaves no plan behind."""
         visits: Visits | None = None
         try:
             is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -176,7 +180,6 @@ class MatrixOptimizer(StatefulOptimizer, metaclass=DocumentedByRule):
                 visits.end()
             close_buckets(plan.buckets)
             increment_version(plan.params)  # a fused kernel does not tell autograd
-        return loss
 
     @torch.no_grad()
     @disable_dynamo

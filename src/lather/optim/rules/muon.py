@@ -135,8 +135,8 @@ class MuonRule(Rule):
 
     def _has_methods_of(self, rule: type[MuonRule]) -> bool:
         """Whether those that read G are the rule's: a subclass may read it elsewhere."""
-        names = "update", "numerator"
-        return all(getattr(type(self), name) is getattr(rule, name) for name in names)
+        names = "decayed", "statistics", "update", "numerator"
+        return all(getattr(type(self), name, None) is getattr(rule, name, None) for name in names)
 
     def numerator(self, g: Tensor, s: State, t: int) -> Tensor:
         """Update B = mu B + (1 - mu) G in place and return N = mu B + (1 - mu) G, or B without
