@@ -140,7 +140,7 @@ def test_a_changed_state_dtype_converts_the_state(kind: str) -> None:
             group["state_dtype"] = state_dtype
         a.optimizer.state_dict()
         give_gradients(a.params, 4)
-        a.optimizer._collect(None)
+        a.optimizer._collect(None, 1.0)
     for i, old in enumerate(before):
         new = whole(a.state(i))
         assert new.keys() == old.keys()
