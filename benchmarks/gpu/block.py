@@ -1,5 +1,5 @@
-"""Measures a decoder block of DeepSeek-V2-Lite's sizes, forward and backward in bf16: the memory
-modes against plain autograd of the same formulas.
+"""Measures a decoder block of DeepSeek-V2-Lite's sizes, forward and backward in bf16, against plain
+autograd of the same formulas: the memory modes, experts in FP8, and weights in bf16.
 
 Time is taken from the device's events; the most bytes beyond parameters and input come from its
 allocator. Before that, all modes must give plain autograd's output and gradients; they all use the
@@ -23,14 +23,18 @@ from benchmarks.gpu.work import Settings
 from benchmarks.measure import peak_temporary_bytes
 from benchmarks.report import Row
 from lather.models.decoder import Decoder
+from lather.models.experts import Experts
 from lather.models.families import build_model
 from lather.models.families.deepseek_v2 import DeepseekV2Config
+from lather.models.saving.rounded_weights import narrow_product_weights
 from lather.models.token_positions import SequenceLayout
 
-CONTESTANTS = ("reference", "saved", "recompute")
-"""Memory modes of a block; the first is plain autograd."""
-TOLERANCE = 5e-2
-"""The largest difference from plain autograd in bf16, relative in the Frobenius norm."""
+IN_FP8, IN_BF16 = "saved, experts in FP8", "saved, weights in bf16"
+CONTESTANTS = ("reference", "saved", "recompute", IN_FP8, IN_BF16)
+"""Memory modes of a block, and what else differs; the first is plain autograd."""
+TOLERANCE, FP8_TOLERANCE = 5e-2, 1.5e-1
+"""The largest difference from plain autograd in bf16, relative in the Frobenius norm, and that of
+experts in FP8, whose every product rounds both operands by 3e-2."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
             return forward_and_backward(block, x_BSD, layout, cotangent_BSD)
 
     for name in CONTESTANTS:
-        model.set_memory(name)
+        prepare(model, name)
         results = step()
         expected = expected or results
         error = _largest_error(name, results, expected)
@@ -106,6 +110,16 @@ def rows(settings: Settings, contestant: str) -> Iterator[Row]:
             "peak_temporary_bytes": peak,
             "peak_of_plain": peak / max(1, plain_peak),
         }
+
+
+def prepare(model: Decoder, contestant: str) -> None:
+    """Have a model compute as a contestant does. The last one rounds its weights."""
+    model.set_memory(contestant.partition(",")[0])
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.in_fp8 = contestant == IN_FP8
+    if contestant == IN_BF16:
+        narrow_product_weights(model, torch.bfloat16)
 
 
 def forward_and_backward(
@@ -160,12 +174,13 @@ def _input(sizes: BlockSizes, device: torch.device, seed: int) -> Tensor:
 
 
 def _largest_error(name: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    tolerance = FP8_TOLERANCE if name == IN_FP8 else TOLERANCE
     error = max(
         float(torch.dist(a.float(), b.float()) / b.float().norm().clamp(min=1e-20))
         for a, b in zip(results, expected, strict=True)
     )
-    if not error <= TOLERANCE:
+    if not error <= tolerance:
         raise CheckError(
-            f"{name}: differs from plain autograd by {error:.1e}, more than {TOLERANCE:.0e}"
+            f"{name}: differs from plain autograd by {error:.1e}, more than {tolerance:.0e}"
         )
     return error

@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.block import BlockSizes, block_config, block_model, forward_and_backward
+from benchmarks.gpu.block import (
+    BlockSizes,
+    block_config,
+    block_model,
+    forward_and_backward,
+    prepare,
+)
 from benchmarks.gpu.parts import ROOT
 from benchmarks.gpu.refresh import NUM_LAYERS, Factors, refresh_batched_by_lather
 from benchmarks.launches.cases import LaunchCase, flops_of_step, rule_options, training_steps
@@ -30,13 +36,13 @@ STEP_RULES = ("adamw", "muon", "soap_muon")
 
 
 def gpu_block_case(contestant: str) -> LaunchCase:
-    """Make the case of the block that is measured, in a memory mode of its experts."""
+    """Make the case of the block that is measured, as a contestant computes it."""
     sizes = BlockSizes()
     tokens = sizes.sequences * sizes.length
 
     def rows(counter: Counter) -> Iterator[str]:
         model = block_model(sizes, counter.device)
-        model.set_memory(contestant)
+        prepare(model, contestant)
         block: Any = model.layers[0]
         layout = SequenceLayout(sizes.sequences, sizes.length, counter.device)
         shape = (sizes.sequences, sizes.length, sizes.hidden)
