@@ -99,11 +99,9 @@ def rehearsals() -> list[Rehearsal]:
     }
     return [
         Rehearsal("gpt_oss", "fp32", "adamw"),
-        Rehearsal(rule="soap_muon"),
         Rehearsal(rule="klsoap", sizes=NARROW),
         Rehearsal(optim={"stagger_refresh": True, "stagger_first": True, "async_refresh": True}),
         Rehearsal(optim={"offload": True}),
-        Rehearsal(rule="adamw", loop=recomputed, packed=True),
         Rehearsal(
             "qwen3_moe",
             rule="adamw",
@@ -114,7 +112,13 @@ def rehearsals() -> list[Rehearsal]:
             lora=LoraConfig(rank=8),
             loop={"offload_frozen": True, "gradient_dtype": "bfloat16"},
         ),
-        Rehearsal("deepseek_v3", rule="adamw", sizes={"num_nextn_predict_layers": 2}, packed=True),
+        Rehearsal(
+            "deepseek_v3",
+            rule="adamw",
+            sizes={"num_nextn_predict_layers": 2},
+            loop=recomputed,
+            packed=True,
+        ),
         Rehearsal("qwen3_next", rule="adamw", packed=True),
         Rehearsal("llama", rule="muon"),
     ]
@@ -130,6 +134,7 @@ def more_rehearsals() -> list[Rehearsal]:
         *(Rehearsal(family, rule="muon", lora=LoraConfig(rank=8)) for family in FAMILY_TABLES),
         Rehearsal(),
         Rehearsal(rule="muon"),
+        Rehearsal(rule="soap_muon"),
         Rehearsal("qwen3_moe"),
         Rehearsal(rule="klsoap"),
         Rehearsal(sizes=NARROW),

@@ -36,7 +36,7 @@ assert not ahead_of_time.unreached(one.kernel for one in launches)
 without = [one.kernel for one in launches if "swiglu" not in one.kernel.__module__]
 print("without a case:", *sorted(ahead_of_time.unreached(without)))
 """
-RUNS = ("DeepSeek-V2-Lite bf16 90", "GPT-OSS-20B fp32 100")
+RUNS = ("DeepSeek-V2-Lite bf16 90",)
 """Model, dtype and architecture that are compiled here; the grid compiles all models. Whoever
 changes a kernel compiles it for 80, too, because the committed rows then have to be made again."""
 
@@ -96,7 +96,7 @@ def rows(compiled: tuple[list[Row], str]) -> list[Row]:
 
 
 def test_every_kernel_compiles_within_limits(rows: list[Row]) -> None:
-    assert {row["architecture"] for row in rows} == {90, 100}
+    assert {row["architecture"] for row in rows} == {90}
     assert not [complaints(row) for row in rows if complaints(row)]
     assert min(row["registers"] for row in rows) > 0
 

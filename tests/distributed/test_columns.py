@@ -181,6 +181,7 @@ BITS = [
 ]
 
 
+@pytest.mark.grid
 def test_own_routing_and_weights_of_one_change_no_bit_on_four_ranks() -> None:
     assert all(map(all, run_ranks(same_bits, 4, BITS)))
 

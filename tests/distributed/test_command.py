@@ -32,7 +32,7 @@ SECONDS = 300
 CHANGES: dict[str, Any] = {
     "model": {**TINY, "aux_loss_alpha": 0.01, "tie_word_embeddings": True},
     "optim": {"lr": 1e-2, "schedule": "constant"},
-    "train": {"steps": 3, "validation_every": 0},
+    "train": {"steps": 3, "batch_size": 4, "validation_every": 0},
     "log": {"sample_tokens": 4, "picture": True},
 }
 LATHER = ["-m", "lather", "train", "tiny.toml"]
@@ -166,7 +166,7 @@ def test_two_ranks_train_what_one_process_does(ended: dict[str, Ended], name: st
     assert one.validation_losses()[1] < one.validation_losses()[0] - 1e-2
     assert [row["step"] for row in found.rows()] == [1, 2, 3]
     for row, expected in zip(found.rows(), one.rows(), strict=True):
-        assert row["tokens"] == expected["tokens"] == 8 * 16  # the tokens of all ranks
+        assert row["tokens"] == expected["tokens"] == 4 * 16  # the tokens of all ranks
         for key in ("loss", "balance_loss", "grad_norm", "expert_load_max"):
             assert row[key] == pytest.approx(expected[key], rel=1e-4), (row["step"], key)
 

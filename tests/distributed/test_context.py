@@ -53,31 +53,36 @@ def test_two_context_ranks_have_the_loss_and_gradients_of_one_process() -> None:
     )
 
 
-def test_four_context_ranks_have_the_loss_and_gradients_of_one_process() -> None:
-    two = {"num_nextn_predict_layers": 2}
-    check_gradients(
-        4,
-        [
-            Case(cp=4, length=16, poison=True),
-            Case(cp=4, length=16, **SINKS),
-            Case(cp=4, length=24, family="qwen3_moe", balance_level="micro_batch"),
-            Case(cp=2, ep=2, length=8, poison=True, lopsided=True),
-            Case(cp=2, ep=2, length=12, family="qwen3_moe", balance_level="global_batch"),
-            Case(cp=2, pp=2, length=8, poison=True, z_loss=0.1),
-            Case(cp=2, pp=2, length=12, **SINKS, recompute=ALL),
-            Case(cp=2, pp=2, length=8, family="deepseek_v3", changes=two, gather="block"),
-            Case(cp=2, length=8, memory="recompute"),
-            Case(cp=2, replicas=2, length=8, family="qwen3_moe"),
-            Case(cp=2, length=12, family="qwen3_moe", gather="block"),
-            Case(cp=2, length=12, **SINKS, poison=True),
-            Case(cp=2, ep=2, length=12, **SINKS, poison=True),
-            Case(cp=2, ep=2, length=12, layers=2, **SINKS, keep_gathered=True, poison=True),
-            Case(cp=2, pp=2, length=8, keep_gathered=True, recompute=ALL, poison=True),
-            Case(cp=2, ep=2, length=16, family="qwen3_next", recompute=ALL),
-            Case(cp=4, length=16, family="qwen3_5_moe", poison=True),
-            Case(cp=2, pp=2, length=8, family="qwen3_next", poison=True),
-        ],
-    )
+TWO_MORE = {"num_nextn_predict_layers": 2}
+ON_FOUR = [
+    Case(cp=4, length=16, poison=True),
+    Case(cp=2, ep=2, length=8, poison=True, lopsided=True),
+    Case(cp=2, pp=2, length=12, **SINKS, recompute=ALL),
+    Case(cp=2, pp=2, length=8, family="deepseek_v3", changes=TWO_MORE, gather="block"),
+    Case(cp=2, ep=2, length=12, layers=2, **SINKS, keep_gathered=True, poison=True),
+    Case(cp=4, length=16, family="qwen3_5_moe", poison=True),
+    Case(cp=2, pp=2, length=8, family="qwen3_next", poison=True),
+]
+MORE_ON_FOUR = [
+    Case(cp=4, length=16, **SINKS),
+    Case(cp=4, length=24, family="qwen3_moe", balance_level="micro_batch"),
+    Case(cp=2, ep=2, length=12, family="qwen3_moe", balance_level="global_batch"),
+    Case(cp=2, pp=2, length=8, poison=True, z_loss=0.1),
+    Case(cp=2, length=8, memory="recompute"),
+    Case(cp=2, replicas=2, length=8, family="qwen3_moe"),
+    Case(cp=2, length=12, family="qwen3_moe", gather="block"),
+    Case(cp=2, length=12, **SINKS, poison=True),
+    Case(cp=2, ep=2, length=12, **SINKS, poison=True),
+    Case(cp=2, pp=2, length=8, keep_gathered=True, recompute=ALL, poison=True),
+    Case(cp=2, ep=2, length=16, family="qwen3_next", recompute=ALL),
+]
+
+
+@pytest.mark.parametrize(
+    "cases", [ON_FOUR, pytest.param(MORE_ON_FOUR, marks=pytest.mark.grid)], ids=["few", "more"]
+)
+def test_four_context_ranks_have_the_loss_and_gradients_of_one_process(cases: list[Case]) -> None:
+    check_gradients(4, cases)
 
 
 @pytest.mark.grid

@@ -40,7 +40,10 @@ def drill(folder: Path, count: int, mode: str, axis: str, seed: int) -> None:
     assert not list((folder / "run" / "checkpoints").glob(".tmp-*"))
 
 
-@pytest.mark.parametrize(("mode", "axis"), [("synchronous", "pp"), ("asynchronous", "ep")])
+@pytest.mark.parametrize(
+    ("mode", "axis"),
+    [pytest.param("synchronous", "pp", marks=pytest.mark.grid), ("asynchronous", "ep")],
+)
 def test_a_killed_run_goes_on_from_a_complete_checkpoint(
     mode: str, axis: str, tmp_path: Path
 ) -> None:

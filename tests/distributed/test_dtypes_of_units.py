@@ -155,7 +155,7 @@ def reduced_over_replicas(rank: int, world_size: int, case: Case) -> list[tuple[
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.grid)])
 def test_sums_over_replicas_are_made_once_per_step(world_size: int) -> None:
     (one, number), three = run_ranks(reduced_over_replicas, world_size, replace(MTP, replicas=2))[0]
     assert (one, number) == three
@@ -207,7 +207,7 @@ def kept_gradients(rank: int, world_size: int, cases: list[Case]) -> list[tuple[
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.grid)])
 def test_gradients_in_bf16_are_those_in_fp32_rounded(world_size: int) -> None:
     """Each of two or three roundings is wrong by less than 2^-7 of a sum, 0.8 %; without one of
     the micro-batches a sum would differ by a third or more."""

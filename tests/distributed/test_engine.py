@@ -161,7 +161,7 @@ def test_four_ranks_have_the_loss_and_gradients_of_one_process() -> None:
     check_gradients(4, FOUR_RANKS)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.grid)])
 def test_parameters_may_be_gathered_block_by_block(world_size: int) -> None:
     cases = {2: BLOCK_BY_BLOCK_ON_TWO, 4: BLOCK_BY_BLOCK_ON_FOUR}[world_size]
     check_gradients(world_size, [replace(case, gather="block") for case in cases])

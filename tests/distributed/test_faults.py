@@ -35,7 +35,7 @@ STUCK = {
     "paused": "does not answer, and the others have waited for it longer than parallel.timeout",
 }
 """The places where rank 1 makes no progress, and what is said of it."""
-IN_THE_GRID = ("save beside",)
+IN_THE_GRID = ("save beside", "forward")
 PLACES = [
     pytest.param(place, marks=[pytest.mark.grid] * (place in IN_THE_GRID))
     for place in fault_workers.PLACES

@@ -134,7 +134,7 @@ def assert_same_run(run_dir: Path, expected: Path, rtol: float) -> None:
         )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.grid)])
 def test_a_mesh_fine_tunes_as_one_process_does(world_size: int, folder: Path) -> None:
     """SOAP's state is in fp32, hence its tolerance."""
     for steps in run_ranks(trainings, world_size, folder, timeout=500):

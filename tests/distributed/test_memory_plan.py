@@ -69,7 +69,7 @@ def whole_sequences(config: Config, world_size: int) -> int:
     [
         pytest.param({"cp": 2}, marks=pytest.mark.grid),
         {"cp": 2, "cp_keep_gathered": True},
-        {"cp": 2, "pp": 2},
+        pytest.param({"cp": 2, "pp": 2}, marks=pytest.mark.grid),
     ],
 )
 def test_planned_peaks_with_context_ranks(mesh: dict[str, int]) -> None:
@@ -134,7 +134,8 @@ def delta_net_config(layers: int, **options: Any) -> Config:
     return replace(run_config("adamw", **options), model=model)
 
 
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.grid
 def test_context_ranks_divide_the_activations_of_gated_delta_net(packed: bool) -> None:
     """Beside its tokens a layer keeps states alone, and sends them and the ends of slices: for
     each slice and head B and M, and in backward E and M, in fp32, and the convolution's last inputs
@@ -158,9 +159,8 @@ def test_context_ranks_divide_the_activations_of_gated_delta_net(packed: bool) -
     assert 1 <= 4 * kept[1] / kept[0] < 1.05
 
 
-@pytest.mark.parametrize(
-    "data", [pytest.param({}, marks=pytest.mark.grid), {"packed_attention": True}]
-)
+@pytest.mark.parametrize("data", [{}, {"packed_attention": True}])
+@pytest.mark.grid
 def test_planned_peaks_with_states_that_pass(data: dict[str, Any]) -> None:
     config = delta_net_config(4, length=280, parallel={"cp": 2}, data=data)
     assert largest_error(config, 2) < TOLERANCE
@@ -190,6 +190,7 @@ def test_documents_and_padding_take_the_bytes_that_are_planned_for_them() -> Non
     assert planned_padded - planned == seen_padded - seen != 0
 
 
+@pytest.mark.grid
 def test_planned_peaks_with_multi_token_prediction() -> None:
     """The further blocks are behind the last stage, which is on the first pipeline rank."""
     config = run_config("adamw", depths=2, length=280, parallel={"pp": 2, "ep": 2})
@@ -218,9 +219,8 @@ def test_planned_peaks_with_gathers_and_gradients_in_bf16(small: int, sizes: lis
     assert planned < 0.95 * wide
 
 
-@pytest.mark.parametrize(
-    "rounding", ["remainder", pytest.param("stochastic", marks=pytest.mark.grid)]
-)
+@pytest.mark.parametrize("rounding", ["remainder", "stochastic"])
+@pytest.mark.grid
 def test_planned_peaks_with_weights_in_bf16(rounding: str) -> None:
     config = run_config("muon", precision="bf16", optim={"weight_rounding": rounding})
     config = replace(config, train=replace(config.train, weight_dtype="bfloat16"))
@@ -233,6 +233,7 @@ def test_planned_peaks_with_layers_partitioned_by_memory() -> None:
     assert largest_error(config, 2) < TOLERANCE
 
 
+@pytest.mark.grid
 def test_planned_peaks_with_weight_gradients_as_early_as_they_can_be() -> None:
     """Where everything is recomputed, the chunks that wait for weight gradients hold most: without
     them real ranks and plans need less."""

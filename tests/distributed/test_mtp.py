@@ -56,6 +56,7 @@ def test_four_ranks_have_the_loss_and_gradients_of_one_process() -> None:
     )
 
 
+@pytest.mark.grid
 def test_blocks_of_mtp_are_gathered_with_what_they_read() -> None:
     mtp = Case(family="deepseek_v3", layers=5, changes=TWO, gather="block", poison=True)
     tied = {**TWO, "tie_word_embeddings": True}

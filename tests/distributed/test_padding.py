@@ -149,7 +149,7 @@ def num_predicted(whole: Batch, depth: int) -> int:
 
 @pytest.mark.parametrize(
     "cases",
-    [ONE_RANK, TWO_RANKS, FOUR_RANKS],
+    [ONE_RANK, TWO_RANKS, pytest.param(FOUR_RANKS, marks=pytest.mark.grid)],
     ids=["one rank", "two ranks", "four ranks"],
 )
 def test_ranks_have_what_one_process_has_that_sees_the_whole_batch(cases: list[Case]) -> None:

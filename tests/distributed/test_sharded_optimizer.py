@@ -40,7 +40,7 @@ SHARE = 17
 """Each layout runs one in so many cases; the grid runs all."""
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.grid), 4])
 def test_every_layout_has_the_bits_of_one_process(world_size: int) -> None:
     assert run_ranks(differences, world_size, SHARE) == [[]] * world_size
 
@@ -100,6 +100,7 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path: Path) -> None
     reshard(tmp_path, ("1 plain", "2 fsdp", "2 tp", "4 fsdp"), KINDS[1:2], timeout=200)
 
 
+@pytest.mark.grid
 def test_a_checkpoint_of_other_rules_goes_on_in_another_layout(tmp_path: Path) -> None:
     reshard(tmp_path, ("2 tp", "4 fsdp"), KINDS[4:], timeout=200)
 
@@ -144,6 +145,7 @@ def test_fsdp2_alone_and_over_tensor_parallelism_has_the_bits_of_one_process(fir
     assert run_ranks(fsdp2_differences, 4, kinds_of) == [[]] * 4
 
 
+@pytest.mark.grid
 def test_offloaded_state_has_the_bits_of_state_on_the_device() -> None:
     assert run_ranks(offloaded_differences, 2) == [[], []]
 

@@ -41,7 +41,7 @@ EVERYTHING: dict[str, Any] = {
         "recompute": ["attention", "experts", "shared_experts"],
         "qk_clip": 0.017,
         "average_timescale": 0.5,
-        "batch_size": 24,
+        "batch_size": 16,
         "first_batch_size": 8,
         "batch_growth_steps": 3,
     },
@@ -368,7 +368,7 @@ def test_every_rank_of_a_mesh_writes_a_trace(two: object, folder: Path) -> None:
 
 
 def test_the_timeline_has_every_action_of_every_rank(four: object, folder: Path) -> None:
-    table = dualpipev(2, 12)  # of the fourth step, whose batch has grown
+    table = dualpipev(2, 8)  # of the fourth step, whose batch has grown
     file = folder / "pp2 ep2 everything" / "timeline.jsonl"
     step, events = read_timeline(file)
     assert step == 4

@@ -34,9 +34,9 @@ def limited_config() -> Config:
     is freed."""
     large = {
         "vocab_size": 4096,
-        "hidden_size": 384,
-        "intermediate_size": 768,
-        "moe_intermediate_size": 384,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
         "num_hidden_layers": 2,
     }
     config = config_of("soap")

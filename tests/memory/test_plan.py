@@ -297,6 +297,7 @@ def test_a_part_gets_memory_unit_by_unit(alone: RankRun) -> None:
     assert whole / 2 < shared < whole / 2 + 1.01 * largest
 
 
+@pytest.mark.grid
 def test_more_micro_batches_than_are_walked_change_only_what_tokens_take() -> None:
     """Only the tokens and labels of 8 bytes grow, and a few numbers of each micro-batch."""
     few, many = (

@@ -162,8 +162,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "recomputed": {"train.recompute": RECOMPUTED},
     "adapters": {"lora.rank": 8},
 }
-ALWAYS = (("recomputed", "llama"), ("adapters", "deepseek_v2"), ("kept", "gpt_oss"))
-ALWAYS += (("kept", "deepseek_v3"),)
+ALWAYS = (("recomputed", "llama"), ("kept", "deepseek_v3"))
 THIRD_LAYERS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_hidden_layers": 3, "sliding_window": 100},
     "deepseek_v3": {"num_nextn_predict_layers": 1},

@@ -140,6 +140,7 @@ def test_the_compiled_parts_are_the_model() -> None:
     assert max(float(line[3]) for line in lines) < 1e-6
 
 
+@pytest.mark.grid
 def test_the_compiled_parts_of_multi_token_prediction_are_the_model() -> None:
     ((num_parts, num_breaks, _, worst),) = compared("deepseek_v3", depths=1)
     assert (num_parts, num_breaks) == ("10", "0")  # two of attention, eight norms
@@ -152,6 +153,7 @@ def test_compiled_options_of_attention_are_the_options() -> None:
     assert max(errors) < 1e-12
 
 
+@pytest.mark.grid
 def test_compiled_parts_of_gated_deltanet_have_the_same_numbers() -> None:
     assert all(float(worst) < 1e-12 for (worst,) in words_of(DELTA_NET))
 
@@ -165,6 +167,7 @@ def test_the_compiled_parts_of_every_family_are_its_model(family: str) -> None:
     assert float(worst) < 1e-6
 
 
+@pytest.mark.grid
 def test_compiled_parts_of_context_ranks_have_the_same_gradients() -> None:
     errors = [float(words[0]) for words in words_of(CONTEXT, "deepseek_v2", "qwen3_moe")]
     assert len(errors) == 2
