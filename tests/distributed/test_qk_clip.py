@@ -114,7 +114,6 @@ def errors_after_steps(rank: int, world_size: int) -> list[tuple[float, float, i
     return errors
 
 
-@pytest.mark.grid
 def test_clipped_heads_are_those_of_one_process() -> None:
     for rank, errors in enumerate(run_ranks(errors_after_steps, 4, timeout=220)):
         for case, (value, logits, num_clipped) in zip(CASES, errors, strict=True):
