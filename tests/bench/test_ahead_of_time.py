@@ -20,6 +20,7 @@ COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks/results/kernels-ah
 Row = dict[str, Any]
 
 COMPILE = """
+import re
 import sys
 
 from benchmarks import ahead_of_time
@@ -32,6 +33,9 @@ for run in runs:
     assert ahead_of_time.main(options) == 0
 
 launches = ahead_of_time.caught(["DeepSeek-V2-Lite"], ["bf16"], [90])
+merge = next(one for one in launches if one.kernel.__name__ == "_merge_kernel")
+code = merge.kernel.run(*merge.arguments, grid=(1,), warmup=True, **merge.options)
+print("merge:", *re.findall("st[.]global|bar[.]sync", code.asm["ptx"]))
 assert not ahead_of_time.unreached(one.kernel for one in launches)
 without = [one.kernel for one in launches if "swiglu" not in one.kernel.__module__]
 print("without a case:", *sorted(ahead_of_time.unreached(without)))
@@ -145,6 +149,14 @@ def test_a_kernel_without_a_case_is_noticed(compiled: tuple[list[Row], str]) -> 
         "case:",
         *(f"swiglu.{name}" for name in missed),
     ]
+
+
+def test_merged_log_sum_exps_are_stored_when_all_warps_have_loaded_theirs(
+    compiled: tuple[list[Row], str],
+) -> None:
+    """A warp stores those of all rows of a tile, of which others load some for their outputs."""
+    (line,) = (line for line in compiled[1].splitlines() if line.startswith("merge:"))
+    assert line.split()[-2:] == ["bar.sync", "st.global"]
 
 
 @pytest.mark.parametrize("architecture", sorted(SHARED_KIB))

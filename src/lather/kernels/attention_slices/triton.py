@@ -93,6 +93,8 @@ def _merge_kernel(
     merged = share[:, None] * tl.load(y_ptr + y_place, mask=inside, other=0.0).to(WIDE)
     merged += other_share[:, None] * tl.load(other_ptr + place, mask=inside, other=0.0).to(WIDE)
     tl.store(y_ptr + y_place, merged.to(y_ptr.dtype.element_ty), mask=inside)
+    # a warp stores these numbers, and others load them to merge outputs
+    tl.debug_barrier()
     tl.store(lse_ptr + lse_place, total.to(lse_ptr.dtype.element_ty), mask=is_row)
 
 
