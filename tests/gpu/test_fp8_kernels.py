@@ -73,7 +73,8 @@ def test_gates_write_the_bits_of_rounding_what_they_write_in_bf16(columns: int, 
 def test_products_are_those_of_the_definition(transposed: bool) -> None:
     weights = scaled_weights(drawn(3, 200, 500, dtype=torch.bfloat16, seed=1))
     rows = scaled_rows(drawn(300, 200 if transposed else 500, dtype=torch.bfloat16))
-    row_G, end_E = torch.arange(300).flip(0), torch.tensor([130, 130, 300])
+    row_G = torch.arange(300).flip(0)
+    end_E = torch.tensor([130, 130, 300], dtype=torch.int32)
     row_G[5] = -1
     options = {"dtype": torch.float32, "transposed": transposed}
     expected = grouped_product(rows, row_G, weights, end_E, **options)  # type: ignore[arg-type]

@@ -127,8 +127,8 @@ def grouped_product(
 
     Args:
         row_G: the row of each of the G rows, -1 for a row of zeros; None: `rows` has the G rows.
-        end_E: the end of each expert's rows. Rows from the last end on have no expert: they are
-            neither read nor written.
+        end_E: the end of each expert's rows, in int32. Rows from the last end on have no expert:
+            they are neither read nor written.
         dtype: of the result.
     """
     num_rows = len(rows.values) if row_G is None else len(row_G)
