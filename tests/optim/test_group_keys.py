@@ -48,6 +48,23 @@ def test_a_value_that_is_changed_later_is_noticed() -> None:
         a.steps([2])
 
 
+def test_a_scheduler_may_write_the_first_beta_as_momentum() -> None:
+    """As MMEngine's do for Adam and its relatives; another value still asks for another rule."""
+    params = parameters([(4, 4), (3,)])
+    a, b = (Run(SOAP([{"params": x}]), x) for x in (params, clones(params)))
+    for step in range(4):
+        beta = 0.95 - 0.1 * step
+        for one in (a, b):
+            one.groups[0]["betas"] = (beta, 0.95)
+        a.groups[0]["momentum"] = np.float64(beta)
+        a.steps([step])
+        b.steps([step])
+    assert all_same(a.params, b.params)
+    a.optimizer.load_state_dict(a.optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"momentum=0.5 in a parameter group is an option of muon"):
+        SOAP([{"params": parameters([(4, 4)]), "momentum": 0.5}])
+
+
 @pytest.mark.parametrize("write", ["constructor", "later"])
 def test_arrays_of_kept_keys_do_not_hinder_changes_of_other_values(write: str) -> None:
     params = parameters([(4, 4)])

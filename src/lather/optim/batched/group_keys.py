@@ -101,7 +101,8 @@ def _copied(
     - values that the optimizer puts into all its groups (`inert`);
     - all options of another rule, several of which the group's rule does not have: an optimizer
       with that default rule has put them there;
-    - `eps` of torch.optim.Muon, the least norm by which it divides.
+    - `eps` of torch.optim.Muon, the least norm by which it divides;
+    - `momentum`, where it is the first of the rule's betas: MMEngine's schedulers write both.
     """
     keys = inert.keys() & set(extra)
     copied = {key for key in keys if holds(operator.eq, plain(group[key]), inert[key])}
@@ -109,6 +110,8 @@ def _copied(
         options = options_of(other).keys()
         if options <= group.keys() and len(options - options_of(type(rule)).keys()) > 1:
             copied |= options
+    if "momentum" in group and plain(group["momentum"]) == getattr(rule, "betas", [None])[0]:
+        copied.add("momentum")
     return copied | ({"eps"} if "ns_steps" in group else set())
 
 
