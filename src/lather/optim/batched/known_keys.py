@@ -22,8 +22,8 @@ def _words(*lines: str) -> set[str]:
 HARMLESS = _words(
     # torch's switches between implementations; Apex and Megatron keep the count in `step`
     "foreach fused capturable step",
-    # values that schedulers keep in groups
-    "initial_lr max_lr min_lr swa_lr lr_max scheduled_lr",
+    # values that schedulers, and optimizers around this one, keep in groups
+    "initial_lr max_lr min_lr swa_lr lr_max scheduled_lr weight_sum weight_decay_at_y",
     "base_momentum max_momentum initial_momentum initial_weight_decay start_wd end_wd",
     # labels
     "name names group_name param_group param_name label tag description default_config",
