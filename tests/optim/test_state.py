@@ -2,6 +2,7 @@
 fit are in `mistakes.txt`.)"""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -120,6 +121,16 @@ def test_loaded_state_is_a_copy() -> None:
     before = {name: x.clone() for name, x in a.state(0).items()}
     b.steps(range(2, 4))
     assert all(same(x, before[name]) for name, x in a.state(0).items())
+
+
+def test_a_copy_has_what_others_keep_in_the_state_beside_the_parameters() -> None:
+    a = run_of(SOAP, [(4, 4)])
+    a.steps(range(2))
+    state: Any = a.optimizer.state
+    state["num_batches"] = 3
+    copies: list[Any] = [copy.deepcopy(a.optimizer)]
+    copies.append(pickle.loads(pickle.dumps(a.optimizer)))
+    assert [optimizer.state["num_batches"] for optimizer in copies] == [3, 3]
 
 
 ADAM = "exp_avg exp_avg_sq"

@@ -181,6 +181,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         state = super().__getstate__()
         separate = {
             p: {key: x.clone() if isinstance(x, Tensor) else x for key, x in entries.items()}
+            if isinstance(p, Tensor)
+            else entries
             for p, entries in state["state"].items()
         }
         parts = {"_counts": self._counts, "_groups": self._groups}
