@@ -1,5 +1,6 @@
 """Groups and states of other packages' Muon and SOAP, which choose rules by keys of their own."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -29,6 +30,40 @@ def test_groups_of_pytorch_optimizers_muon() -> None:
         ("muon", 0.02),
         ("adamw", 0.0003),
     ]
+
+
+@pytest.mark.parametrize("name", ["Lookahead", "OrthoGrad", "ScheduleFreeWrapper"])
+def test_optimizers_around_ours_go_on_after_a_load(name: str) -> None:
+    """They keep values of their own in our groups, too."""
+    runs = []
+    for loads in (False, True):
+        p = parameter(8, 12)
+        wrap = getattr(pytorch_optimizer, name)
+        optimizer = wrap(Muon([p], lr=0.02))
+        for step in range(8):
+            if loads and step == 4:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = wrap(Muon([p], lr=0.02))
+                optimizer.load_state_dict(saved)
+            if step in (0, 4):
+                getattr(optimizer, "train", lambda: None)()
+            p.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        runs.append(p.detach().clone())
+    assert torch.equal(*runs)
+    assert not torch.equal(runs[0], parameter(8, 12))
+
+
+def test_sam_around_ours_takes_two_steps() -> None:
+    p = parameter(8, 12)
+    before = p.detach().clone()
+    optimizer = pytorch_optimizer.SAM([p], Muon, lr=0.02)
+    for _ in range(3):
+        for step in (optimizer.first_step, optimizer.second_step):
+            p.square().sum().backward()
+            step(zero_grad=True)
+    assert not torch.equal(p, before)
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def refused(theirs: type[Any], ours: type[Any], **options: Any) -> str:

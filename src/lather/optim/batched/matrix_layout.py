@@ -212,16 +212,22 @@ class Layout:
         }
         if isinstance(plain(state.get("step")), int | float):  # as in torch
             shapes["step"] = ()
-        for key in (*expected, *shapes):
-            if expected.get(key) != shapes.get(key):
-                is_of_option = key in (NORM, *self.rule.optional_entries)
-                remedy = f", or, to change the option that {key} belongs to, begin with fresh state"
-                raise ValueError(
-                    f"{what} has {key} {shapes.get(key, 'missing')}, expected "
-                    f"{expected.get(key, 'none')}: it belongs to another parameter or to other "
-                    "options; give the same parameters in the same order, with the same options"
-                    f"{remedy * is_of_option}"
-                )
+        wrong = [key for key in (*expected, *shapes) if expected.get(key) != shapes.get(key)]
+        if not wrong:
+            return
+        key, surplus = wrong[0], [key for key in wrong if key not in expected]
+        remedy = ""
+        if key in (NORM, *self.rule.optional_entries):
+            remedy = f", or, to change the option that {key} belongs to, begin with fresh state"
+        elif surplus and (wrong == surplus or not expected.keys() & shapes.keys()):
+            names = ", ".join(map(str, surplus))
+            remedy = f", or, if an optimizer around this one keeps {names} here, take one with a "
+            remedy = f"{remedy}state of its own"
+        raise ValueError(
+            f"{what} has {key} {shapes.get(key, 'missing')}, expected "
+            f"{expected.get(key, 'none')}: it belongs to another parameter or to other "
+            f"options; give the same parameters in the same order, with the same options{remedy}"
+        )
 
 
 class ExpertLayout(Layout):
