@@ -267,6 +267,42 @@ def test_a_failing_disk_is_one_line_and_leaves_no_debris(
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
 
 
+def test_a_file_that_may_not_be_written_is_one_line(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(file: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(checkpoint_save, "write_safetensors", refuse)
+    assert main(["train", str(finished / "tiny.toml"), "--run-dir", str(tmp_path / "run")]) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert re.search(
+        r"rank-00000.safetensors cannot be read or written \(Permission d.*owner", error
+    )
+
+
+def test_a_run_whose_checkpoints_cannot_be_listed_does_not_begin_again(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The metrics stay as they are."""
+    listed, run_dir = os.listdir, finished / "run"
+
+    def refuse(path: str | os.PathLike[str]) -> list[str]:
+        if Path(path).name == "checkpoints":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    before = (run_dir / "metrics.jsonl").read_text()
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert main(["train", str(run_dir), "--train.steps", "14"]) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert f"{run_dir / 'checkpoints'} cannot be read" in error
+    assert (run_dir / "metrics.jsonl").read_text() == before
+
+
 def test_errors_reach_the_shell(tmp_path: Path) -> None:
     """The process is a real one, not a fork."""
     words = command("train", tmp_path / "nowhere.toml")

@@ -20,7 +20,7 @@ from lather.allocator import allocator_variables
 from lather.commands import COMMANDS
 from lather.cores import waiting_variables
 from lather.errors import UserError
-from lather.files import REMEDIES, reason
+from lather.files import OF_WRITES, reason, remedy_of
 from lather.lines import fit
 from lather.output import discard_output, settle_output
 from lather.parallel.launch.requests import hold_signals
@@ -71,16 +71,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_output()
         return 0
     except OSError as error:
-        if error.errno not in REMEDIES:
+        if not (remedy := remedy_of(error)):
             raise
-        remedy, file = REMEDIES[error.errno], error.filename or "a file"
-        why = reason(error, Path(file))
-        _complain(f"stopped: {file} cannot be written ({why}): {remedy}, then start again")
+        _complain(f"stopped: {_trouble(error)}: {remedy}, then start again")
         return 1
     except KeyboardInterrupt:
         return 130
     finally:
         settle_output()  # Python would end with 120 if it could not
+
+
+def _trouble(error: OSError) -> str:
+    """Say which file cannot be used, and why."""
+    file = error.filename or "a file"
+    verb = "written" if error.errno in OF_WRITES else "read or written"
+    return f"{file} cannot be {verb} ({reason(error, Path(file))})"
 
 
 def _complain(text: str) -> None:

@@ -74,25 +74,48 @@ def sync(path: Path) -> None:
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk, and of a user's exhausted quota."""
-REMEDIES = {
+OF_WRITES = {
     **dict.fromkeys(NO_SPACE, "make room"),
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f, or that of the file system)",
     errno.EROFS: "make the disk writable, or use another one",
     errno.EIO: "check the disk, or use another one",
 }
 """Remedies by the numbers of the errors that a disk may give to a write at any moment."""
+REMEDIES = {
+    **OF_WRITES,
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its owner or mode, or use another place"),
+    errno.ENAMETOOLONG: "use a shorter name",
+    errno.ESTALE: "mount the network's disk again",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n hard)"),
+}
+"""Also those of the errors that name the file or folder for which they are."""
+
+
+def remedy_of(error: OSError) -> str:
+    """Return what helps against the error; empty if it may be anything else than that of a file or
+    a disk."""
+    is_of_file = error.errno in OF_WRITES or error.filename is not None
+    return REMEDIES.get(error.errno or 0, "") if is_of_file else ""
 
 
 @contextlib.contextmanager
 def names_failing_disk(path: Path) -> Iterator[None]:
-    """Raise the OSError of a disk (`REMEDIES`) in the block with the name `path`: that of a write
+    """Raise the OSError of a disk (`OF_WRITES`) in the block with the name `path`: that of a write
     has no name, and that of a copy the source's."""
     try:
         yield
     except OSError as error:
-        if error.errno in REMEDIES:
+        if error.errno in OF_WRITES:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a folder. Raises OSError with its name, for any file in it."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 def reason(error: OSError, path: Path) -> str:

@@ -181,7 +181,7 @@ def test_what_can_be_put_right_keeps_its_line() -> None:
     assert Failure.of(1, ConfigError("a\n  b")).describe() == "lather: error: a b"
     full = Failure.of(1, OSError(28, "No space left on device", "/a/file"))
     assert (full.kind, full.number, full.text, full.file) == (
-        "space",
+        "file",
         28,
         "No space left on device",
         "/a/file",

@@ -2,6 +2,7 @@
 reported by file name."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -343,6 +344,28 @@ def test_a_damaged_file_is_named(
     elif contents is not None:
         path.write_bytes(data[:-1] if isinstance(contents, str) else contents)
     assert re.match(rf"{path}: missing or damaged.*delete {saved}", refused(saved), re.DOTALL)
+
+
+@pytest.mark.parametrize("file", [FILE, "state.json"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ENOMEM])
+def test_a_file_that_cannot_be_read_is_not_to_be_deleted(
+    saved: Path,
+    refused: Callable[[Path], str],
+    file: str,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = Path.open
+
+    def open_others(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == file:
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_others)
+    message = refused(saved)
+    assert message.startswith(f"{saved / file}: cannot be read ({os.strerror(number)}): ")
+    assert "delete" not in message
 
 
 @pytest.mark.parametrize("file", [FILE, "state.json"])

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,8 +30,8 @@ from typing import Any
 from lather.boxes import Box
 from lather.config.run_folder import CONFIGURATION, run_folder
 from lather.config.toml_file import load_run
-from lather.errors import CheckpointError, UserError
-from lather.files import digest_of, read_rows, read_text, sync
+from lather.errors import CheckpointError, ExchangeError, UserError
+from lather.files import delete_folder, digest_of, read_rows, read_text, remedy_of, sync
 from lather.formats import CHECKPOINT
 from lather.safetensors_file import DTYPES, TensorHeader
 
@@ -39,6 +39,7 @@ STATE_FILE = "state.json"
 BEST = "best"
 AVERAGE = "average/"
 """Prefix of the names of averaged weights."""
+NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 
@@ -48,10 +49,16 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first."""
-    return sorted(
-        path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir()
-    )
+    """Return the complete checkpoints, oldest first; none if there is no such folder.
+
+    Raises OSError if the folder cannot be read: a run that has checkpoints must not begin again.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    numbered = (name for name in names if name.startswith("step-") and name[5:].isdigit())
+    return sorted(folder / name for name in numbered if (folder / name).is_dir())
 
 
 def step_of(checkpoint: Path) -> int:
@@ -76,7 +83,7 @@ class Retention:
         for path in list_checkpoints(folder)[: -self.last]:
             step = step_of(path)
             if step != self.best and (not self.every or step % self.every):
-                shutil.rmtree(path.rename(folder / f".tmp-old-{path.name}"))
+                delete_folder(path.rename(folder / f".tmp-old-{path.name}"))
 
 
 def find_checkpoint(run_at_step: str, step: int = -1) -> tuple[Path, Path]:
@@ -264,11 +271,19 @@ def read_table(folder: Path) -> Table:
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: missing or damaged ({error}): {remedy(folder)}") from None
+        raise damaged(file, error) from None
 
 
-def remedy(folder: Path) -> str:
-    return f"delete {folder} to resume from the checkpoint before it"
+def damaged(file: Path, error: Exception) -> CheckpointError:
+    """Return the error for a file of a checkpoint. A file that cannot be read may be whole."""
+    cause = error.__context__ if isinstance(error, ExchangeError) else error
+    if isinstance(cause, OSError) and not isinstance(cause, NO_FILE):
+        text = remedy_of(cause) or "try again, or use another checkpoint"
+        return CheckpointError(f"{file}: cannot be read ({cause.strerror}): {text}")
+    return CheckpointError(
+        f"{file}: missing or damaged ({error}): delete {file.parent} to resume from the checkpoint "
+        "before it"
+    )
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:

@@ -21,9 +21,9 @@ from lather.checkpoint.folder import (
     StoredEntry,
     StoredFile,
     Table,
+    damaged,
     piece_name,
     read_table,
-    remedy,
 )
 from lather.checkpoint.state import EntryPieces, TrainingState
 from lather.errors import CheckpointError, ExchangeError
@@ -118,7 +118,7 @@ class CheckpointTensors:
                 stored, key = self._find(name, entry, stored_box)
                 rows = stored.read(key, index[:1])
             except ExchangeError as error:
-                raise self._damaged(file, error) from None
+                raise damaged(self.folder / file, error) from None
             target[common.within(box)].copy_(rows[(slice(None), *index[1:])] if index else rows)
 
     def check_file(self, file: StoredFile) -> None:
@@ -133,7 +133,7 @@ class CheckpointTensors:
                     if holder == file.name:
                         self._find(name, entry, box)
         except (OSError, ValueError, ExchangeError) as error:
-            raise self._damaged(file.name, error) from None
+            raise damaged(path, error) from None
 
     def _find(self, name: str, entry: StoredEntry, box: Box) -> tuple[SafetensorsFiles, str]:
         """Return the file of a stored box, and the box's name in it."""
@@ -145,11 +145,6 @@ class CheckpointTensors:
         if header is None or (header.dtype, header.shape) != (entry.dtype, box.size):
             raise ExchangeError(f"it does not hold {key!r} as {STATE_FILE} says")
         return stored, key
-
-    def _damaged(self, file: str, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"{self.folder / file}: missing or damaged ({error}): {remedy(self.folder)}"
-        )
 
 
 def _box_of(shape: tuple[int, ...], index: Index) -> Box:

@@ -49,7 +49,7 @@ from lather.checkpoint.folder import (
 from lather.checkpoint.state import TrainingState
 from lather.device import gpu_module, is_gpu
 from lather.errors import CheckpointError
-from lather.files import names_failing_disk, sha256, sync
+from lather.files import delete_folder, names_failing_disk, sha256, sync
 from lather.parallel.agreement import broadcast, errors_on_all_ranks, gather, scatter
 from lather.safetensors_file import DTYPE_NAMES, TensorToWrite, open_safetensors, write_safetensors
 
@@ -207,7 +207,7 @@ class CheckpointWriter:
         """Create the folder to write into, and delete what killed processes have left partly
         written or partly deleted."""
         for leftover in self.target.parent.glob(".tmp-*"):
-            shutil.rmtree(leftover)
+            delete_folder(leftover)
         self.aside.mkdir(parents=True)
         sync(self.target.parent.parent)
 

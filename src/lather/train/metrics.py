@@ -315,8 +315,9 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Flush all rows to disk."""
-        os.fsync(self.file.fileno())
-        sync(self.path.parent)
+        with names_failing_disk(self.path):
+            os.fsync(self.file.fileno())
+            sync(self.path.parent)
 
     def close(self) -> None:
         """Close the file, and complete the records of the trackers even if its disk is full."""

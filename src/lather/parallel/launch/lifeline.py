@@ -32,7 +32,7 @@ from typing import Literal, NoReturn
 import torch.distributed as dist
 
 from lather.errors import UserError
-from lather.files import REMEDIES
+from lather.files import remedy_of
 from lather.parallel.launch.requests import Requests
 from lather.parallel.launch.whereabouts import Standstill, Whereabouts, whereabouts
 
@@ -62,16 +62,16 @@ class Failure:
 
     rank: int
     """-1 if the process had not yet reported its rank."""
-    kind: Literal["user", "space", "error", "died", "stuck", "connection"]
-    """user: a UserError. space: a full disk. error: any other exception. died: no exception was
-    reported. stuck: other ranks waited for it in vain. connection: a consequence of another rank's
-    end."""
+    kind: Literal["user", "file", "error", "died", "stuck", "connection"]
+    """user: a UserError. file: the system's error for a file or a disk. error: any other exception.
+    died: no exception was reported. stuck: other ranks waited for it in vain. connection: a
+    consequence of another rank's end."""
     text: str
-    """The message of the UserError or of the disk's error, or the traceback."""
+    """The message of the UserError or of the file's error, or the traceback."""
     when: float
     """Seconds since the epoch."""
     number: int = 0
-    """Number of the operating system's error, for "space"."""
+    """Number of the operating system's error, for "file"."""
     file: str = ""
 
     @classmethod
@@ -80,10 +80,9 @@ class Failure:
         now = time.time()
         if isinstance(error, UserError):
             return cls(rank, "user", str(error), now)
-        if isinstance(error, OSError) and error.errno in REMEDIES:
-            return cls(
-                rank, "space", error.strerror or "", now, error.errno, str(error.filename or "")
-            )
+        if isinstance(error, OSError) and remedy_of(error):
+            file, number = str(error.filename or ""), error.errno or 0
+            return cls(rank, "file", error.strerror or "", now, number, file)
         text = "".join(traceback.format_exception(error))
         return cls(rank, "connection" if _is_consequence(error) else "error", text, now)
 

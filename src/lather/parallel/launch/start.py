@@ -136,7 +136,7 @@ def launch(
     Raises:
         UserError: a rank raised it, there are too few devices, or `check_connections` raised; the
             last two before anything is started.
-        OSError: a rank found the disk full.
+        OSError: a rank found the disk full, or a file that it may not use.
     """
     if nproc == 1:
         _divide_cores(1)
@@ -324,7 +324,7 @@ def _show(failure: Failure) -> int:
     """Show the error of the rank that ended the job, as if it had happened in this process."""
     if failure.kind == "user":
         raise UserError(failure.text) from None
-    if failure.kind == "space":
+    if failure.kind == "file":
         raise OSError(failure.number, failure.text, failure.file or None) from None
     if sys.stdout.isatty():
         print("\x1b[?25h", end="")  # show the cursor, which rank 0's progress bar has hidden
