@@ -22,6 +22,7 @@ from lather.config.config import Config
 from lather.config.fields import field_names
 from lather.config.toml_file import config_to_toml, load_config
 from lather.models.families.deepseek_v2 import DeepseekV2Config
+from lather.train.metrics import MetricsWriter, Row
 from tiny_run import command, run, write_config
 
 
@@ -301,6 +302,28 @@ def test_a_run_whose_checkpoints_cannot_be_listed_does_not_begin_again(
     (error,) = capsys.readouterr().err.splitlines()
     assert f"{run_dir / 'checkpoints'} cannot be read" in error
     assert (run_dir / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_saves_nothing_into_the_folder_of_another(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A folder was moved away while a process trained there, and another run is in its place."""
+    run_dir, written = tmp_path / "run", MetricsWriter.write
+
+    def replace_folder(writer: MetricsWriter, row: Row) -> None:
+        if not (tmp_path / "moved").exists():
+            run_dir.rename(tmp_path / "moved")
+            shutil.copytree(finished / "run", run_dir)
+        written(writer, row)
+
+    monkeypatch.setattr(MetricsWriter, "write", replace_folder)
+    assert main(["train", str(finished / "tiny.toml"), "--run-dir", str(run_dir)]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "was deleted or moved while this process trained there" in error
+    assert [*contents(run_dir).values()] == [*contents(finished / "run").values()]
 
 
 def test_errors_reach_the_shell(tmp_path: Path) -> None:

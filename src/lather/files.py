@@ -259,13 +259,17 @@ def _take(lock: int, aside: Path, target: Path) -> None:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
+LOCK = ".lock"
+"""File in a folder that is locked."""
+
+
 def lock_folder(folder: Path, name: str, option: str) -> IO[str]:
     """Make a folder and lock it for this process and those that it forks, until all of them have
     closed the returned file, which the caller has to keep. Raises RunError, with the folder's
     `name` and the `option` that names another, if it is in use or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a")
+        lock = (folder / LOCK).open("a")
     except OSError as error:
         raise RunError(
             f"{name} cannot be written ({reason(error, folder)}): give another {option}"

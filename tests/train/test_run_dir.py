@@ -3,6 +3,7 @@ nothing."""
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -135,6 +136,21 @@ def test_a_run_that_is_open_is_refused_until_it_is_closed(
     first.close()
     refusal(make_config(seed=1))  # it does not hold the run
     RunDirectory(config).close()
+
+
+def test_a_run_notices_that_its_folder_is_not_its_own_any_more(config: Config) -> None:
+    first = RunDirectory(config)
+    first.check_in_place()
+    (first.path / ".lock").unlink()  # harmless as long as no other process begins
+    first.check_in_place()
+    shutil.rmtree(first.path)
+    with pytest.raises(RunError, match="was deleted or moved while this process trained there"):
+        first.check_in_place()
+    second = RunDirectory(config)
+    with pytest.raises(RunError, match="was deleted or moved"):
+        first.check_in_place()
+    second.check_in_place()
+    second.close()
 
 
 # --- its data set ---------------------------------------------------------------------------------

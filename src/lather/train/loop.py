@@ -134,7 +134,7 @@ def _prepared_run(
     data = data or open_on_all_ranks(start, mesh, display.note, run_dir, weights)
     start = with_epochs(start, data, mesh, display.note, run_dir)
     config = start.config
-    run = _TrainingRun(config, data, mesh, display, weights)
+    run = _TrainingRun(config, data, mesh, display, weights, run_dir)
     if weights is not None:
         for text in notes_on_weights(weights, config):
             display.note(f"note: {text}")
@@ -156,11 +156,17 @@ class _TrainingRun:
     """One rank of a run."""
 
     def __init__(
-        self, config: Config, data: RunData, mesh: Mesh, display: Display, weights: Path | None
+        self,
+        config: Config,
+        data: RunData,
+        mesh: Mesh,
+        display: Display,
+        weights: Path | None,
+        run_dir: RunDirectory | None,
     ) -> None:
-        """`weights`: a checkpoint or folder with initial weights."""
+        """`weights`: a checkpoint or folder with initial weights. Only rank 0 has `run_dir`."""
         self.config, self.mesh, self.display = config, mesh, display
-        self.path = Path(config.run_dir)
+        self.path, self.run_dir = Path(config.run_dir), run_dir
         self.data, self.batches, self.held_out = data, data.batches, data.held_out
         self.best = BestValidation(config, [*data.held_out])
         self.timeline = TimelineRecorder(mesh.device, mesh.rank, mesh.size)
@@ -377,6 +383,9 @@ class _TrainingRun:
         return is_best
 
     def _save(self) -> Path:
+        with errors_on_all_ranks(self.mesh.control_group):
+            if self.run_dir is not None:
+                self.run_dir.check_in_place()
         self.record.sync()
         return self.saver.save(self.progress)
 

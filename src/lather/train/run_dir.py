@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from lather.data.documents import load_tokenizer
 from lather.data.opening import check_pairs, held_out_sets, open_datasets, training_batches
 from lather.data.order import MixturePhase
 from lather.errors import DataError, RunError, UserError
-from lather.files import lock_folder, read_text, write_aside
+from lather.files import LOCK, lock_folder, read_text, write_aside
 from lather.parallel.agreement import broadcast, errors_on_all_ranks
 from lather.parallel.mesh import Mesh
 from lather.train.companions import save_companions
@@ -132,13 +133,28 @@ class RunDirectory:
                 f"directory with --fork-from {self.path} --run-dir NEW"
             ) from None
 
+    def check_in_place(self) -> None:
+        """Raise RunError if the folder was deleted, moved or replaced: another process may train in
+        its place."""
+        try:
+            at_path = os.stat(self.path / LOCK)
+            is_in_place = os.path.samestat(os.fstat(self._lock.fileno()), at_path)
+        except FileNotFoundError:  # no other process has begun here since
+            is_in_place = (self.path / "config.toml").exists()
+        if is_in_place:
+            return
+        raise RunError(
+            f"run_dir = {str(self.path)!r} was deleted or moved while this process trained there: "
+            "nothing more is saved; start again"
+        )
+
     def abandon(self) -> None:
         """Remove the files of a run that could not start; a run that existed before is not
         changed."""
         if self._is_new:
             remove_run(self.path)
         if not (self.path / "config.toml").exists():
-            (self.path / ".lock").unlink(missing_ok=True)
+            (self.path / LOCK).unlink(missing_ok=True)
             if self._made_folder:
                 with contextlib.suppress(OSError):
                     self.path.rmdir()
