@@ -129,8 +129,8 @@ class RunDirectory:
             return {**record, "data": [*record["data"]], "starts": [*record["starts"]]}
         except (ValueError, KeyError, TypeError):
             raise RunError(
-                f"{file}: damaged: restore it from a backup, or continue the run in another "
-                f"directory with --fork-from {self.path} --run-dir NEW"
+                f"{file}: damaged: restore it from a backup, or delete it: the run then goes on "
+                "without a check that its data are those of before"
             ) from None
 
     def check_in_place(self) -> None:

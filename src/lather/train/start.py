@@ -34,7 +34,7 @@ from lather.config.run_folder import PROVENANCE, run_folder
 from lather.config.toml_file import config_from_mapping, config_to_toml, load_run
 from lather.data.hub_files import pinned_data
 from lather.errors import ConfigError, RunError, UserError, as_toml
-from lather.files import read_rows, reason, write_aside
+from lather.files import names_failing_disk, read_rows, reason, remedy_of, write_aside
 from lather.train.companions import COMPANION_FOLDER
 
 INCOMPLETE = ".fork"
@@ -275,7 +275,10 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
         remove_run(target)
         (target / INCOMPLETE).touch()
         copied = checkpoint_path(target / "checkpoints", step)
-        shutil.copytree(checkpoint, copied, copy_function=_link)
+        copied.mkdir(parents=True)
+        for file in checkpoint.iterdir():
+            with names_failing_disk(copied):
+                _link(file, copied / file.name)
         for name in (PROVENANCE, "tokenizer.json", COMPANION_FOLDER):
             _copy(source / name, target / name)
         rows = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
@@ -288,9 +291,9 @@ def copy_run(source: Path, checkpoint: Path, target: Path) -> None:
     except OSError as error:
         why = f"{error.filename or target}: {reason(error, target)}"
         remove_run(target)
+        remedy = remedy_of(error) or "give another --run-dir"
         raise RunError(
-            f"run_dir = {str(target)!r}: {checkpoint} cannot be copied to it ({why}): free some "
-            "space there"
+            f"run_dir = {str(target)!r}: {checkpoint} cannot be copied to it ({why}): {remedy}"
         ) from None
 
 
@@ -313,7 +316,7 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _link(source: str, target: str) -> None:
+def _link(source: Path, target: Path) -> None:
     """Link a file of a checkpoint, which never changes; copy it if it cannot be linked."""
     try:
         os.link(source, target)
