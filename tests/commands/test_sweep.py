@@ -237,6 +237,26 @@ def test_runs_take_the_texts_that_were_there_at_the_start(tmp_path: Path) -> Non
     assert run(*words, "--seeds", 3)[0] == 0
 
 
+def test_all_runs_start_from_the_checkpoint_that_was_the_newest_at_first(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    """The run that `init_from` names goes on and saves another before values are added."""
+    config, others, _ = finished
+    source, sweep = tmp_path / "first", tmp_path / "sweep"
+    shutil.copytree(others / "runs" / "lr-0.01_name-muon_seed-0", source)
+    newest = source / "checkpoints" / "step-00000003"
+    newest.rename(tmp_path / "later")
+    words = ("sweep", config, "--init-from", source, "--train.steps", 1, "--out", sweep)
+    assert run(*words, "--vary", "optim.lr=1e-2")[0] == 0
+    (tmp_path / "later").rename(newest)
+    assert run(*words, "--vary", "optim.lr=1e-2,5e-3")[0] == 0
+    runs = [load_config(path) for path in sweep.glob("runs/*/config.toml")]
+    assert [each.init_from for each in runs] == [f"{source}@2"] * 2
+    status, _, err = run(*words[:3], f"{source}@3", *words[4:], "--vary", "optim.lr=1e-2")
+    assert status == 2
+    assert f"init_from is '{source}@2' there and '{source}@3' here" in err
+
+
 def test_another_held_out_set_is_refused(tmp_path: Path) -> None:
     config, sweep, held_out = write_config(tmp_path, steps=3), tmp_path / "sweep", tmp_path / "held"
     make = ("data", "make", held_out, tmp_path / "corpus", "--vocab-size", 300)

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lather.argument import Argument
+from lather.checkpoint.folder import find_checkpoint, step_of
 from lather.commands.parsing import Line, name_of_option, read_line
 from lather.commands.train import check_config
 from lather.commands.with_config import parse_with_config
 from lather.config.config import Config
 from lather.config.fields import fields_of
-from lather.config.toml_file import read_values
+from lather.config.toml_file import folder_of, read_values
 from lather.console import command_console
 from lather.data.dataset import DataSet
 from lather.data.hub_files import pinned_data
 from lather.engine.step import pick_device
 from lather.errors import ConfigError, DataError, UserError, require
 from lather.files import lock_folder
+from lather.hub import CONFIG_FILE
 from lather.output import surviving_output
 from lather.parallel.launch.world import World
 from lather.sweep.grid import LEFT_OUT, GridRun, Values, grid, read_varied, words_for, words_of
@@ -38,7 +40,7 @@ from lather.sweep.work import SweepWork
 from lather.train.initial_weights import find_weights
 from lather.train.run_config import configuration_file
 from lather.train.run_dir import open_run_data
-from lather.train.start import fork_source
+from lather.train.start import fork_source, is_fork_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ def sweep_command(arguments: list[str]) -> int:
         nonlocal data  # a source on a hub has one commit in all runs
         config = parse(values)[0].config
         data = pinned_data(config.data, data)
-        return replace(config, data=data)
+        same = (run.config for run in listed if _starts(run.values) == _starts(values))
+        return _with_pinned_start(replace(config, data=data), next(same, None))
 
     chosen = grid(varied, options.seeds, configure)
     for run in listed:
@@ -156,6 +159,35 @@ def _parse(
     except UserError as error:
         told = words_for({name: values[name] for name in values if name in named})
         raise ConfigError(f"{error} (with {told})" if told else str(error)) from None
+
+
+def _starts(values: Values) -> tuple[str | None, str | None]:
+    """Return the values that are varied of the fields that name a checkpoint."""
+    return values.get("init_from"), values.get("fork_from")
+
+
+def _with_pinned_start(config: Config, listed: Config | None) -> Config:
+    """Return the configuration with the checkpoints that `init_from` and `fork_from` mean at the
+    first start of the sweep: those of a run that is `listed` already, or else those of today. Their
+    runs may save others while the sweep trains."""
+
+    def pinned(name: str, before: str) -> str:
+        if not name or name == before or is_fork_of(before, name):
+            return name and before
+        if (folder_of(name) / CONFIG_FILE).is_file():  # that of Hugging Face
+            return name
+        try:
+            run, checkpoint = find_checkpoint(name)
+        except UserError:  # a model of a hub, or it will be refused
+            return name
+        return f"{run}@{step_of(checkpoint)}"
+
+    before = listed or Config()
+    return replace(
+        config,
+        init_from=pinned(config.init_from, before.init_from),
+        fork_from=pinned(config.fork_from, before.fork_from),
+    )
 
 
 def _check(
