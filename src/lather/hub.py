@@ -24,6 +24,7 @@ from lather.files import NO_SPACE, check_space
 
 SCHEME = "hf://"
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+TOOLS_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 """Files in the folder of a model."""
 COMMIT = r"[0-9a-f]{40}"
 Kind = Literal["model", "dataset"]

@@ -89,6 +89,33 @@ def test_templates_for_tools(tmp_path: Path) -> None:
     assert copied.render(PLAIN, tools=TOOLS) == template.render(PLAIN, tools=TOOLS)
 
 
+TOKENS = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}}
+OLDER = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+EXTRA = {"bos_token": "", "eos_token": None, "extra_special_tokens": {"call_token": "</s>"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "older"),
+    [(TOKENS, None), ({}, OLDER), (EXTRA, OLDER), (TOKENS | {"added_tokens_decoder": {}}, EXTRA)],
+)
+def test_templates_are_given_the_special_tokens_that_transformers_gives_them(
+    settings: dict[str, Any], older: dict[str, Any] | None, tokenizer: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    named = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": source + "{{ call_token }}",
+    }
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**named, **settings}))
+    if older is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = ChatTemplate.beside(tmp_path / "tokenizer.json").render(PLAIN)
+    assert ours == theirs.apply_chat_template(PLAIN, tokenize=False)
+
+
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "JSON"])
 def test_the_template_is_told_of_tools(tools: object) -> None:
     template = ChatTemplate("{% if tools %}{{ tools | tojson }}|{% endif %}" + CHATML, {})
@@ -127,6 +154,8 @@ def test_a_template_that_is_none_is_refused() -> None:
         ("tokenizer_config.json", '{"chat_template": [3]}'),
         ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
         ("chat_template.jinja", " \n"),
+        ("special_tokens_map.json", "{"),
+        ("special_tokens_map.json", "[3]"),
     ],
 )
 def test_a_damaged_description_of_a_tokenizer_is_an_error(

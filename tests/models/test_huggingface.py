@@ -253,12 +253,15 @@ def test_tokenizer_and_generation_files_are_carried_along_and_code_is_not(tmp_pa
         "tokenizer_config.json": "{}",
         "merges.txt": "a b",
         "chat_template.jinja": "{{ x }}",
+        "additional_chat_templates/tool_use.jinja": "{{ tools }}",
     }
+    (tmp_path / "in/additional_chat_templates").mkdir()
     for name, text in {**carried, "modeling_x.py": "raise SystemExit", "README.md": "x"}.items():
         (tmp_path / "in" / name).write_text(text)
     model, config = model_from_hugging_face(tmp_path / "in")
     save_hugging_face(model, config, tmp_path / "out", tokenizer=tmp_path / "in")
-    names = {path.name for path in (tmp_path / "out").iterdir()}
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    names = {path.relative_to(tmp_path / "out").as_posix() for path in files}
     assert names == {*carried, "config.json", "generation_config.json", "model.safetensors"}
     assert all((tmp_path / "out" / name).read_text() == text for name, text in carried.items())
     written = json.loads((tmp_path / "out/config.json").read_text())

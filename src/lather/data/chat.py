@@ -28,6 +28,7 @@ from lather.data.conversations import REASONING, ChatError, Messages, Tools, cal
 from lather.data.hidden import Note, hidden_parts, notes_of
 from lather.errors import DataError
 from lather.files import read_text
+from lather.hub import TOOLS_TEMPLATE_FILE
 
 MOST_CHARACTERS, MOST_MESSAGES = 1 << 24, 2000
 """Longer conversations are skipped, because a conversation is encoded as a whole."""
@@ -75,7 +76,7 @@ class ChatTemplate:
         DataError if it is damaged."""
         folder = tokenizer.parent
         config, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-        tools_file = folder / "additional_chat_templates" / "tool_use.jinja"
+        older = folder / "special_tokens_map.json"
         place = config
         try:
             settings = json.loads(read_text(config)) if config.exists() else {}
@@ -83,21 +84,18 @@ class ChatTemplate:
             if not isinstance(named, list):  # of templates with names
                 named = [{"name": "default", "template": named}]
             sources = {template.get("name"): template["template"] for template in named}
-            for name, path in (("tool_use", tools_file), ("default", file)):
+            for name, path in (("tool_use", folder / TOOLS_TEMPLATE_FILE), ("default", file)):
                 if path.exists():
                     place = path
                     sources[name] = read_text(path)
             source, for_tools = sources.get("default", CHATML), sources.get("tool_use", "")
             if not isinstance(source, str) or not isinstance(settings, dict):
                 raise ValueError("no object with a chat template")
+            place = older
+            tokens = dict(json.loads(read_text(older))) if older.exists() else {}
         except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
             raise DataError(f"{place}: not readable ({error}): restore it") from None
-        tokens = {}
-        for name, value in settings.items():
-            token = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(token, str) and token:
-                tokens[name] = token
-        return cls(source, tokens, for_tools)
+        return cls(source, _special_tokens(settings, tokens), for_tools)
 
     def render(self, messages: Messages, *, asking: bool = False, tools: Tools = None) -> str:
         """Return the text of the messages, as `apply_chat_template` of transformers does. `asking`
@@ -203,6 +201,21 @@ class ChatTemplate:
             return self.render(messages, tools=tools)
         except ChatError:
             return None
+
+
+def _special_tokens(settings: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens that transformers gives to templates, by name: those in
+    tokenizer_config.json, among them the named extra ones. `older`: special_tokens_map.json, which
+    counts, and goes first, where the settings have no added_tokens_decoder."""
+    given = settings if "added_tokens_decoder" in settings else {**settings, **older}
+    values = {name: value for name, value in given.items() if name.endswith("_token")}
+    if isinstance(extra := given.get("extra_special_tokens"), dict):
+        values |= extra
+    tokens = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return {name: token for name, token in tokens.items() if isinstance(token, str) and token}
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lather.errors import ExchangeError
 from lather.files import StrPath, complete_folder, write_json
-from lather.hub import CONFIG_FILE, TOKENIZER_FILE
+from lather.hub import CONFIG_FILE, TOKENIZER_FILE, TOOLS_TEMPLATE_FILE
 from lather.models.entry_names import entry_shapes, split_entry
 from lather.models.families import ModelConfig, family_of
 from lather.models.hf.config_json import config_to_hugging_face
@@ -53,6 +53,7 @@ COMPANIONS = (
     *OF_TOKENIZERS,
     "chat_template.jinja",
     "chat_template.json",
+    TOOLS_TEMPLATE_FILE,
     GENERATION_FILE,
 )
 """Files of a model besides its configuration and weights."""
@@ -208,6 +209,7 @@ def copy_companions(source: StrPath, target: StrPath) -> list[str]:
     """Copy the tokenizer and generation files that exist; return their names."""
     names = [name for name in COMPANIONS if (Path(source) / name).is_file()]
     for name in names:
+        (Path(target) / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(Path(source) / name, Path(target) / name)
     return names
 
