@@ -64,6 +64,15 @@ def test_words_keep_the_space_before_them() -> None:
     assert after[2:4] == ["", ""]
 
 
+def test_words_keep_the_space_before_them_after_tokens_without_a_text() -> None:
+    tokenizer = word_pieces()
+    tokenizer.add_special_tokens(["<call>"])
+    call = tokenizer.token_to_id("<call>")
+    tokens = [0, call, 1, call, call, 0, 7, 1]
+    assert tokenizer.decode(tokens) == "the cat the  cat"
+    assert "".join(pieces(TextStream(tokenizer), tokens)) == "the cat the  cat"
+
+
 @pytest.mark.parametrize(
     ("stop", "left"),
     [

@@ -122,7 +122,9 @@ class TextStream:
         grown = self._grown()
         if grown.endswith(UNKNOWN):
             return ""
-        self._tokens, self._done = self._tokens[self._done :], len(self._tokens) - self._done
+        if grown:  # after tokens without text alone, such as special ones, a word has no space
+            self._tokens = self._tokens[self._done :]
+        self._done = len(self._tokens)
         return self._without_stop_text(grown)
 
     def rest(self) -> str:
