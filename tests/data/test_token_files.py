@@ -184,6 +184,12 @@ def test_a_damaged_file_says_what_is_wrong_and_is_a_counted_skip(
     assert dataset.manifest.skipped == {"no tokens": 1}
 
 
+def test_an_index_in_place_of_its_tokens_names_them(tmp_path: Path) -> None:
+    path = MAKERS["megatron"][0](tmp_path)
+    with pytest.raises(TokenFileError, match=f"an index: give {path.name}"):
+        open_token_file(path.with_suffix(".idx"))
+
+
 @pytest.mark.parametrize(("tokens", "worst"), [([1, 400], 400), ([-1, 3], -1)])
 def test_a_token_outside_the_vocabulary_is_an_error(
     make: Make, tmp_path: Path, tokens: list[int], worst: int

@@ -73,7 +73,9 @@ def open_token_file(path: Path, bare_dtype: str = "") -> TokenFile:
     if path.suffix == ".ds":
         return _datatrove(path, size)
     if path.suffix == ".idx":
-        raise TokenFileError(f"an index, but {path.with_suffix('.bin').name} is missing")
+        indexed = path.with_suffix(".bin")
+        fault = f": give {indexed.name}" if indexed.exists() else f", but {indexed.name} is missing"
+        raise TokenFileError(f"an index{fault}")
     if path.with_suffix(".idx").exists():
         return _megatron(path, size)
     header = np.fromfile(path, "<i4", 3).tolist()
