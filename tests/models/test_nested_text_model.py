@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from lather.errors import ExchangeError
 from lather.models.hf.model_export import save_hugging_face
 from lather.models.hf.model_folder import model_from_hugging_face, notes_on_config, read_config
+from lather.train.companions import ends_of
 from models.tiny import error, tiny_family_config, tiny_family_model
 
 pytest.importorskip("transformers")
@@ -87,6 +88,20 @@ def test_the_text_model_is_read_and_the_rest_is_left_out_with_a_note(folder: Pat
     text = transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER)
     with torch.no_grad():
         assert error(model(TOKENS).logits_BSV, text(TOKENS).logits) < TOLERANCE  # type: ignore[arg-type]
+
+
+def test_ids_of_tokens_may_be_those_of_the_text_model(tmp_path: Path) -> None:
+    model, config = tiny_family_model("qwen3_5_moe"), tiny_family_config("qwen3_5_moe")
+    save_hugging_face(model, config, tmp_path / "in")
+    saved = json.loads((tmp_path / "in/config.json").read_text("utf-8"))
+    saved["text_config"] |= {"eos_token_id": [7, 8], "pad_token_id": 3}
+    (tmp_path / "in/config.json").write_text(json.dumps(saved | {"eos_token_id": None}), "utf-8")
+    assert ends_of(tmp_path / "in") == [7, 8]
+    save_hugging_face(model, config, tmp_path / "out", tokenizer=tmp_path / "in")
+    for name in ("in", "out"):
+        text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        generation = text.generation_config
+        assert (generation.eos_token_id, generation.pad_token_id) == ([7, 8], 3)
 
 
 def test_what_is_no_text_model_is_refused_in_a_line(folder: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lather.data.documents import load_tokenizer
 from lather.errors import DataError
 from lather.files import complete_folder, read_text
 from lather.hub import CONFIG_FILE, TOKENIZER_FILE
-from lather.models.hf.model_export import GENERATION_FILE, copy_companions
+from lather.models.hf.model_export import GENERATION_FILE, copy_companions, token_ids
 
 COMPANION_FOLDER = "huggingface"
 """Folder in the run directory that holds the copies."""
@@ -82,7 +82,7 @@ def ends_of(folder: Path) -> list[int]:
     reads them: those of generation_config.json, or of config.json if there are none. Raises
     DataError if they are not tokens."""
     for file in (folder / GENERATION_FILE, folder / CONFIG_FILE):
-        ends = _read_settings(file).get("eos_token_id")
+        ends = token_ids(_read_settings(file)).get("eos_token_id")
         if ends is None:
             continue
         tokens: list[int] = ends if isinstance(ends, list) else [ends]

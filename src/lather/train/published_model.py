@@ -24,6 +24,7 @@ from lather.errors import ConfigError, ExchangeError, UserError
 from lather.files import read_text
 from lather.hub import CONFIG_FILE, TOKENIZER_FILE
 from lather.models.families import ModelConfig
+from lather.models.hf.model_export import token_ids
 from lather.models.hf.model_folder import (
     notes_on_config,
     open_hugging_face,
@@ -120,7 +121,7 @@ def _data(run: Path, folder: Path) -> DataConfig:
     if not (folder / TOKENIZER_FILE).is_file():
         return DataConfig()
     tokenizer = load_tokenizer(folder / TOKENIZER_FILE, "download it again, or remove it")
-    ids = json.loads(read_text(folder / CONFIG_FILE)).get("eos_token_id")
+    ids = token_ids(json.loads(read_text(folder / CONFIG_FILE))).get("eos_token_id")
     last = ids[0] if isinstance(ids, list) and ids else ids
     end_of_text: str | None = END_OF_TEXT
     if tokenizer.token_to_id(END_OF_TEXT) is None and isinstance(last, int) and 0 <= last < 2**32:

@@ -126,8 +126,8 @@ def save_hugging_face(
             end = list(ends) if len(ends) > 1 else ends[0]
             write_json(aside / GENERATION_FILE, {**ids, "eos_token_id": end})
         embedding = dtype or DTYPES[weights.tensors["embed_tokens.weight"].dtype]
-        fields |= {**ids, "dtype": str(embedding).removeprefix("torch.")}
-        write_json(aside / CONFIG_FILE, fields)
+        fields.get(family_of(config).text_field, fields).update(ids)
+        write_json(aside / CONFIG_FILE, {**fields, "dtype": str(embedding).removeprefix("torch.")})
 
 
 def published_tensors(
@@ -214,6 +214,18 @@ def copy_companions(source: StrPath, target: StrPath) -> list[str]:
     return names
 
 
+def token_ids(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of special tokens in a parsed config.json, of which those that are not given
+    may stand with the nested fields of a text model."""
+    text = settings.get("text_config")
+    nested = text if isinstance(text, Mapping) else {}
+    return {
+        key: nested.get(key) if settings.get(key) is None else settings[key]
+        for key in TOKEN_IDS
+        if key in settings or key in nested
+    }
+
+
 def write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[str, Any]:
     """Copy or make the tokenizer's files in `folder`; return the ids of its special tokens, for
     config.json."""
@@ -221,7 +233,7 @@ def write_companions(folder: Path, tokenizer: Path, max_length: int) -> dict[str
         copy_companions(tokenizer, folder)
         original = tokenizer / CONFIG_FILE
         before = read_json(original, "restore it, or delete it") if original.exists() else {}
-        return {key: before[key] for key in TOKEN_IDS if key in before}
+        return token_ids(before)
     content = read_json(tokenizer, "give another tokenizer")
     shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
     special = [token for token in content.get("added_tokens", []) if token["special"]]
