@@ -41,6 +41,18 @@ def test_the_training_that_the_tour_shows_is_that_of_the_row() -> None:
     assert f"validation loss   {last}\n" in block[1]
 
 
+def test_runs_of_the_quickstart_that_pages_show_have_its_parameters_and_stages() -> None:
+    config = load_config(ROOT / "configs/quickstart.toml")
+    model = build_model(config.model, device=torch.device("meta"))
+    counted = f"{sum(weight.numel() for weight in model.parameters()) / 1e6:.2f}"
+    pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
+    shown = [number for page in pages for number in re.findall(r"(\S+) M parameters, muon", page)]
+    assert len(shown) >= 3
+    assert {*shown} == {counted}
+    stages = [line for page in pages for line in re.findall(r"layers by stage: ([\d ]+)", page)]
+    assert [sum(map(int, line.split())) for line in stages] == [config.model.num_hidden_layers]
+
+
 def test_parameters_and_tokens_of_the_presets_are_counted() -> None:
     presets = sorted((ROOT / "configs").glob("*.toml"))
     assert len(presets) == 15
