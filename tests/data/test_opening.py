@@ -347,6 +347,13 @@ def test_a_damaged_manifest_is_named_with_the_remedy(data: DataConfig, case: str
         DataSet(folder)
 
 
+def test_a_folder_of_something_else_is_not_to_be_deleted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="not a data set") as caught:
+        DataSet(tmp_path)
+    assert "delete" not in str(caught.value)
+
+
 def test_a_manifest_that_was_edited_is_noticed(data: DataConfig) -> None:
     path = opened(data).folder / MANIFEST
     text = path.read_text()

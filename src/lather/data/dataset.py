@@ -102,10 +102,15 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     remedy = f"restore it, or delete {folder} and make the data set again"
     inside = sorted(file.parent for file in folder.glob(f"*/{MANIFEST}"))
-    if inside and not path.exists():
+    if not path.exists() and not (folder / FILES).exists():  # no remedy here may delete it
+        if inside:
+            raise DataError(
+                f"{folder}: not a data set, but a folder of data sets: give one, such as "
+                f"{inside[0]}"
+            )
         raise DataError(
-            f"{folder}: not a data set, but a folder of data sets: "  # no remedy here may delete it
-            f"give one, such as {inside[0]}"
+            f"{folder}: not a data set (it has no {MANIFEST}): give a folder that `lather data "
+            "make` has made"
         )
     try:
         mapping = json.loads(read_text(path))
