@@ -20,6 +20,7 @@ from forked import ForkedPython
 from lather.cli import main
 from lather.data.documents import train_tokenizer
 from lather.data.recipe import END_OF_TEXT
+from lather.hub import TOOLS_TEMPLATE_FILE
 from lather.models.hf.model_export import save_hugging_face
 from models.tiny import tiny_config, tiny_model
 from stand_in_hub import TOKEN, Hub, files_of, serve, stand_in_hub
@@ -47,6 +48,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tokenizer(iter(["def f(x): return x\n"] * 9), 300, END_OF_TEXT).save(
         str(folder / "tokenizer.json")
     )
+    (folder / TOOLS_TEMPLATE_FILE).parent.mkdir()
+    (folder / TOOLS_TEMPLATE_FILE).write_text("{{ tools }}")
     return folder
 
 
@@ -82,6 +85,7 @@ def test_a_model_is_imported_by_name_from_the_files_that_are_needed(
     assert Path("run", WEIGHTS).read_bytes() == weights
     assert len(list(published.glob("*.safetensors"))) > 3
     assert hub.downloads() == sorted(files_of(published))
+    assert Path("run/huggingface", TOOLS_TEMPLATE_FILE).is_file()
     assert lather("generate", "run", "--prompt", "def f", "--tokens", 3).startswith("def f")
 
 
