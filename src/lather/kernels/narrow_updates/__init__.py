@@ -5,7 +5,7 @@
 Newton-Schulz on a GPU computes U in bf16. One kernel reads W and U and writes W, 10 bytes per
 weight; a wide copy of U, and torch's kernel for it (`torch.optim.SGD(fused=True)`), move 18. The
 result has the bits of that kernel, which takes updates that come from other ranks in fp32: both
-calculate in fp64, and round the inner sum and the result to fp32.
+calculate in fp32 (torch since 2.11), by a fused multiply-add for the inner sum and one for W.
 """
 
 from __future__ import annotations
