@@ -112,22 +112,29 @@ def test_replayed_steps_are_those_without_a_graph(
     assert (captured.num_captures, captured.num_replays) == (1, 6 - WARM_UP)
 
 
-def test_other_batches_are_run_without_the_graph(make_config: Callable[..., Config]) -> None:
+@pytest.mark.parametrize("kind", ["padding", "documents", "logits"])
+def test_other_passes_run_without_the_graph_which_is_released(
+    make_config: Callable[..., Config], kind: str
+) -> None:
+    """A graph keeps the memory of its passes, which those of other kinds need."""
     config = make_config(train={"micro_batch_size": 1})
     captured = CapturingEngine(config)
     for seed in range(WARM_UP + 1):
         captured.engine.launch_gradients(batch(config, seed))
         captured.engine.parameters.clear_gradients()
+    assert captured.graph._captured is not None
     plain, length = batch(config, 0), config.train.sequence_length
-    padded = replace(plain, padding_BS=torch.zeros(4, length, dtype=torch.bool))
-    documents = replace(plain, begins_BS=torch.arange(length).expand(4, -1) % 9 == 0)
-    for other in (padded, documents):
-        captured.engine.launch_gradients(other)
-        captured.engine.parameters.clear_gradients()
-    captured.engine.launch_gradients(plain, with_logits=True)
+    changes: dict[str, dict[str, Any]] = {
+        "padding": {"padding_BS": torch.zeros(4, length, dtype=torch.bool)},
+        "documents": {"begins_BS": torch.arange(length).expand(4, -1) % 9 == 0},
+        "logits": {},
+    }
+    other = replace(plain, **changes[kind])
+    captured.engine.launch_gradients(other, with_logits=kind == "logits")
     captured.engine.parameters.clear_gradients()
+    assert captured.graph._captured is None
     assert (captured.num_captures, captured.num_replays) == (1, 1)
-    captured.engine.launch_gradients(plain)  # the graph was released
+    captured.engine.launch_gradients(plain)
     assert (captured.num_captures, captured.num_replays) == (2, 2)
 
 

@@ -139,12 +139,12 @@ class Engine:
         reading = self.new_reading(share.num_labels, with_logits=with_logits)
         with counting_step(self.part.routers()), measuring(self.part, reading.logits_AH):
             try:
-                if self._graph is None or with_logits:
+                if self._graph is None:
                     schedule = self.schedule_of(len(micro_batches))
                     output = self._passes(micro_batches, schedule)
                 else:
                     is_plain = batch.begins_BS is None and batch.padding_BS is None
-                    is_plain = is_plain and not batch.columns
+                    is_plain = is_plain and not batch.columns and not with_logits
                     output = self._graph(micro_batches, replays=is_plain)
             except BaseException:
                 self.parameters.clear_gradients()  # they are incomplete

@@ -7,9 +7,9 @@ Source: CUDA graphs (https://docs.nvidia.com/cuda/cuda-programming-guide, "CUDA 
 A graph repeats its kernels with the same addresses, and nothing of the Python around them. So each
 step copies its tokens, labels and divisors to where the graph reads them, and takes its gradients
 from where the graph writes them. `lather.config.ranks` says which runs can do that: those of a
-single rank, in whose passes the host waits for nothing. Steps with documents or padding run without
-the graph, which is released for them, because what the passes hold at their peak stays allocated
-as long as there is one.
+single rank, in whose passes the host waits for nothing. Steps with documents or padding, and passes
+that measure logits, run without the graph, which is released for them, because what the passes hold
+at their peak stays allocated as long as there is one.
 """
 
 from __future__ import annotations
