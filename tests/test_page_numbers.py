@@ -11,6 +11,7 @@ import torch
 import result_tables
 from lather.config.toml_file import load_config
 from lather.durations import duration
+from lather.memory.plan_report import COLUMNS
 from lather.models import build_model
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +52,26 @@ def test_runs_of_the_quickstart_that_pages_show_have_its_parameters_and_stages()
     assert {*shown} == {counted}
     stages = [line for page in pages for line in re.findall(r"layers by stage: ([\d ]+)", page)]
     assert [sum(map(int, line.split())) for line in stages] == [config.model.num_hidden_layers]
+
+
+@pytest.mark.parametrize(
+    ("page", "row"),
+    [
+        ("memory.md", "qwen3-30b-a3b-16-pp2-ep8-soap_muon"),
+        ("size-a-run.md", "deepseek-v2-lite-8-ep8-muon"),
+    ],
+)
+def test_plans_that_pages_show_are_those_of_the_rows(page: str, row: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    plan = json.loads((ROOT / f"benchmarks/results/plans/{row}.json").read_text())
+    for rank in plan["ranks"]:
+        peak = max(rank["steps"].values(), key=lambda step: step["peak"])
+        sums = [sum(peak["kinds"].get(kind, 0) for kind in kinds) for kinds in COLUMNS.values()]
+        numbers = " +".join(f"{size / 2**30:.2f}" for size in (*sums, peak["peak"]))
+        layers = r"\d+-\d+(, \d+-\d+)?"
+        assert re.search(rf"^ {rank['rank']} +{layers} +{numbers}  ", text, re.MULTILINE), rank[
+            "rank"
+        ]
 
 
 def test_parameters_and_tokens_of_the_presets_are_counted() -> None:
