@@ -89,9 +89,9 @@ def all_parts(device: str, folder: Path, *, small: bool) -> list[MeasuredPart]:
         training("adamw-graph", "AdamW, its passes a CUDA graph", 34),
         training("soap_muon", "SOAP-Muon", 75),
         work("refresh", "the batched refresh of 96 factors against one by one", 60),
-        work("block", "a decoder block against plain PyTorch", 30, TRAINER),
+        work("block", "a decoder block against plain PyTorch", 40, TRAINER),
         training("muon", "Muon", 60),
-        work("optimizer", peers, 90, note=_without(PEERS)),
+        work("optimizer", peers, 80, note=_without(PEERS)),
         work("fp8", in_fp8, 30, note=_without(("deep_gemm",))),
     ]
 
