@@ -137,8 +137,8 @@ def inspect_gradients(
     """Check the gradients. A parameter that is spread over ranks takes the step if any rank has a
     gradient for it; all ranks of its mesh get the same results.
 
-    Raises TypeError for a gradient that is sparse, complex or has other placements than its
-    parameter, and ValueError, on all ranks of the meshes, for a non-finite gradient whose group has
+    Raises TypeError for a gradient that is sparse, complex or on another mesh than its parameter,
+    and ValueError, on all ranks of the meshes, for a non-finite gradient whose group has
     `nonfinite="raise"`. `known`: results for these gradients, if the caller has read them; those
     of other parameters are not used.
     """
@@ -232,7 +232,8 @@ def multiply_gradients(infos: Iterable[ParamInfo], factor: float) -> None:
 
 
 def _check_all(infos: Sequence[ParamInfo]) -> None:
-    """Raise TypeError if there is a gradient that no rule accepts."""
+    """Raise TypeError if there is a gradient that no rule accepts; give others the placements of
+    their parameters."""
     for info in infos:
         grad, p = info.param.grad, info.param
         if grad is None:
@@ -244,19 +245,28 @@ def _check_all(infos: Sequence[ParamInfo]) -> None:
                 "every rank"
             )
         if info.spread is not None and is_dtensor(p):
-            placements = tuple(grad.placements) if is_dtensor(grad) else "none"
-            if placements != tuple(p.placements):
-                raise TypeError(
-                    f"gradient of {info.name} has placements {placements}, the parameter "
-                    f"{tuple(p.placements)}: they must be equal; "
-                    "give it as grad.redistribute(placements=parameter.placements)"
-                )
+            grad = _placed_as(p, grad, info.name)
+            if grad is not p.grad:
+                p.grad = grad
         if grad.layout is not torch.strided or grad.is_complex():
             kind = "complex" if grad.is_complex() else "sparse"
             raise TypeError(
                 f"gradient of {info.name} is {kind}; {info.rule.name or 'this rule'} takes dense "
                 "real gradients: give it to another optimizer"
             )
+
+
+def _placed_as(p: Any, grad: Any, name: str) -> Tensor:
+    """Return the gradient with the placements of its parameter. Tensor parallelism leaves it whole
+    on every rank for an embedding, and unsummed for norms of parts of the sequence."""
+    if is_dtensor(grad) and grad.device_mesh == p.device_mesh:
+        if tuple(grad.placements) == tuple(p.placements):
+            return grad
+        return grad.redistribute(placements=p.placements)
+    raise TypeError(
+        f"gradient of {name} is no DTensor on the mesh of the parameter: give it as "
+        "distribute_tensor(grad, parameter.device_mesh, parameter.placements)"
+    )
 
 
 def _measure(infos: Sequence[ParamInfo], groups: Groups, *, raises: bool) -> _Measured:
