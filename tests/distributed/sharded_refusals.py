@@ -11,6 +11,7 @@ from sharded_cases import values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lather.optim import SOAP, parameter_groups, state_bytes
 
@@ -34,6 +35,8 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
     w = values(0, torch.float32, [(4, 3)])[0]
     found["partial"] = error_of(SOAP, [nn.Parameter(sharded(w, Partial()))])
+    packed = nn.Parameter(sharded(w, _StridedShard(0, split_factor=2)))
+    found["packed"] = error_of(SOAP, [packed])
     plain = nn.Parameter(w.clone())
     found["partition_dim"] = error_of(
         SOAP, [{"params": [plain], "partition_dim": 2}], tp_group=dist.group.WORLD

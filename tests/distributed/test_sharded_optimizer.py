@@ -162,6 +162,7 @@ def test_rules_from_outside_have_the_bits_of_one_process() -> None:
 def test_refusals_are_those_of_all_ranks() -> None:
     for found in run_ranks(refusals, 2):
         assert "redistribute(placements=...)" in found["partial"]
+        assert "several pieces of it that do not follow each other" in found["packed"]
         assert found["partition_dim"].startswith("ValueError: partition_dim=2 of parameter 0")
         assert "tp_group=" in found["no group"]
         assert found["plain gradient"].startswith(

@@ -41,7 +41,7 @@ def differences(rank: int, world_size: int, kind: str, factor: float) -> tuple[l
     alone, ours = make(kind, one), make(kind, many)
     moved = set[str]()
     for step in range(3):
-        many((torch.arange(8).view(2, 4) + step)).square().mean().backward()
+        many(torch.arange(8).view(2, 4) + step).square().mean().backward()
         for (name, q), p in zip(many.named_parameters(), one.parameters(), strict=True):
             moved |= {name} if q.grad.placements != q.placements else set()  # type: ignore[union-attr]
             p.grad = q.grad.full_tensor()  # type: ignore[union-attr]

@@ -13,6 +13,7 @@ every other rank holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,7 +122,7 @@ def boxes_of(
 def spread_of_dtensor(x: DTensor, name: str) -> Spread:
     """Return the spread of a DTensor. Raises ValueError for placements other than Shard and
     Replicate."""
-    for placement in x.placements:
+    for axis, placement in enumerate(x.placements):
         if not (
             placement.is_replicate() or placement.is_shard() or hasattr(placement, "split_factor")
         ):
@@ -130,6 +131,12 @@ def spread_of_dtensor(x: DTensor, name: str) -> Spread:
                 f"and copies, not of {placement}: "
                 "give it after .redistribute(placements=...) with Shard or Replicate on every mesh "
                 "axis"
+            )
+        if not _is_cut_by_later_axes(axis, x):
+            raise ValueError(
+                f"{name} has placements {tuple(x.placements)}, by which a rank has several pieces "
+                "of it that do not follow each other, as of packed projections under tensor "
+                "parallelism: give it with Shard or Replicate, or to another optimizer"
             )
     if x.device_mesh.get_coordinate() is None:
         ranks = x.device_mesh.mesh.flatten().tolist()
@@ -146,6 +153,18 @@ def spread_of_dtensor(x: DTensor, name: str) -> Spread:
             "distribute_tensor, or DTensor.from_local with the shape of the whole tensor"
         )
     return spread
+
+
+def _is_cut_by_later_axes(axis: int, x: DTensor) -> bool:
+    """Whether the placement on an axis of the mesh, if it is a strided shard, is one of FSDP2's: it
+    divides what later axes have cut before."""
+    placement: Any = x.placements[axis]
+    if not hasattr(placement, "split_factor"):
+        return True
+    sizes = x.device_mesh.shape[axis + 1 :]
+    later = zip(sizes, x.placements[axis + 1 :], strict=True)
+    cuts = [size for size, one in later if getattr(one, "dim", None) == placement.dim]
+    return placement.split_factor == math.prod(cuts)
 
 
 def spread_of_shard(
