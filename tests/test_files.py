@@ -15,6 +15,7 @@ import pytest
 from lather import files
 from lather.cli import main
 from lather.data.shards import ShardWriter
+from lather.errors import UserError
 from lather.files import whole_file, write_aside
 from lather.train.metrics import MetricsWriter
 from lather.train.plot import draw
@@ -36,6 +37,14 @@ def test_a_file_that_is_replaced_stays_as_it_was(
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "before"}
     write_aside(file, b"after")
     assert file.read_text() == "after"
+
+
+def test_a_name_that_is_not_utf_8_is_refused_with_its_field(tmp_path: Path) -> None:
+    name = os.fsdecode(b"corpus-\xff")
+    with pytest.raises(UserError) as refused:
+        write_aside(tmp_path / "config.toml", f'seed = 1\nsource = "{name}"\n[train]\n')
+    assert f'config.toml: source = "{name}" is not UTF-8: rename' in str(refused.value)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:

@@ -175,10 +175,22 @@ def replaced(path: Path) -> Iterator[Path]:
         raise
 
 
+def _encoded(text: str, path: Path) -> bytes:
+    """Encode the text of a file. Raises UserError for a name of a file or folder in it that is not
+    UTF-8."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        line = text[: error.start].rpartition("\n")[2] + text[error.start :].partition("\n")[0]
+        raise UserError(f"{path}: {line.strip()} is not UTF-8: rename the file or folder") from None
+
+
 def write_aside(path: Path, content: str | bytes) -> None:
-    """Replace the file atomically; if that fails, delete what was written."""
+    """Replace the file atomically; if that fails, delete what was written. Raises UserError if a
+    name in the content is not UTF-8."""
+    encoded = _encoded(content, path) if isinstance(content, str) else content
     with names_failing_disk(path), replaced(path) as aside:
-        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+        aside.write_bytes(encoded)
         sync(aside)
     sync(path.parent)
 
