@@ -15,8 +15,9 @@ import pytest
 from lather import files
 from lather.cli import main
 from lather.data.shards import ShardWriter
-from lather.errors import UserError
+from lather.errors import ExchangeError, UserError
 from lather.files import whole_file, write_aside
+from lather.safetensors_file import open_safetensors
 from lather.train.metrics import MetricsWriter
 from lather.train.plot import draw
 
@@ -131,3 +132,14 @@ def test_a_picture(
     assert not (tmp_path / "loss.png").exists()
     monkeypatch.undo()
     draw([tmp_path], tmp_path / "loss.png")
+
+
+def test_a_safetensors_file_that_may_not_be_read_is_not_called_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: Path, mode: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ExchangeError, match="Permission denied"):
+        open_safetensors(tmp_path / "model.safetensors")  # the library says: no such file

@@ -110,7 +110,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """Read the header, which the library has checked; the library does not return the offsets. (For
     torch it would map the file as memory of the process.)"""
     try:
-        with safe_open(file, framework="np"), file.open("rb") as content:
+        with file.open("rb") as content, safe_open(file, framework="np"):
             length = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(length))
         header.pop("__metadata__", None)
