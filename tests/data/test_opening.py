@@ -1,6 +1,7 @@
 """From `[data]` to data sets: a corpus is prepared once, several data sets fit together, and damage
 is reported by file name."""
 
+import errno
 import fcntl
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 from making_helpers import Make, documents_of, texts_of
 
 from forked import ForkedPython
-from lather.data import records
+from lather.data import dataset, records
 from lather.data.batch_sizes import BatchSizes
 from lather.data.batches import HeldOut, read_batch
 from lather.data.config import DataConfig
@@ -351,6 +352,20 @@ def test_a_folder_of_something_else_is_not_to_be_deleted(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match="not a data set") as caught:
         DataSet(tmp_path)
+    assert "delete" not in str(caught.value)
+
+
+def test_a_manifest_that_may_not_be_read_is_not_to_be_deleted(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = opened(data).folder
+
+    def refuse(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(dataset, "read_text", refuse)
+    with pytest.raises(DataError, match=r"dataset.json: cannot be read \(Perm") as caught:
+        DataSet(folder)
     assert "delete" not in str(caught.value)
 
 
