@@ -107,7 +107,7 @@ def _refresh(rows: Sequence[Row]) -> str:
 
 
 def _block(rows: Sequence[Row]) -> str:
-    return ", ".join(
+    return "; ".join(
         f"{row['config']['contestant']}: {row['times_of_plain']:.2f} of the time and "
         f"{row['peak_of_plain']:.2f} of the bytes of plain, "
         f"{measured_ms(row):.1f} ms{beside(row)}"

@@ -92,8 +92,7 @@ REMEDIES = {
 
 
 def remedy_of(error: OSError) -> str:
-    """Return what helps against the error; empty if it may be anything else than that of a file or
-    a disk."""
+    """Return what helps against the error; empty if it need not be that of a file or a disk."""
     is_of_file = error.errno in OF_WRITES or error.filename is not None
     return REMEDIES.get(error.errno or 0, "") if is_of_file else ""
 
@@ -115,6 +114,8 @@ def delete_folder(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:
+        if error.errno is None:  # it is a link
+            raise
         raise OSError(error.errno, error.strerror, str(folder)) from error
 
 

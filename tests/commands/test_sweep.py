@@ -247,11 +247,16 @@ def test_all_runs_start_from_the_checkpoint_that_was_the_newest_at_first(
     newest = source / "checkpoints" / "step-00000003"
     newest.rename(tmp_path / "later")
     words = ("sweep", config, "--init-from", source, "--train.steps", 1, "--out", sweep)
+    varied = ("sweep", config, "--vary", f"init_from={source}", "--train.steps", 1)
+    varied = (*varied, "--out", tmp_path / "varied")
     assert run(*words, "--vary", "optim.lr=1e-2")[0] == 0
+    assert run(*varied)[0] == 0
     (tmp_path / "later").rename(newest)
     assert run(*words, "--vary", "optim.lr=1e-2,5e-3")[0] == 0
-    runs = [load_config(path) for path in sweep.glob("runs/*/config.toml")]
-    assert [each.init_from for each in runs] == [f"{source}@2"] * 2
+    assert run(*varied, "--seeds", 2)[0] == 0
+    for folder in (sweep, tmp_path / "varied"):
+        runs = [load_config(path) for path in folder.glob("runs/*/config.toml")]
+        assert [each.init_from for each in runs] == [f"{source}@2"] * 2
     status, _, err = run(*words[:3], f"{source}@3", *words[4:], "--vary", "optim.lr=1e-2")
     assert status == 2
     assert f"init_from is '{source}@2' there and '{source}@3' here" in err

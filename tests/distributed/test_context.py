@@ -62,6 +62,7 @@ ON_FOUR = [
     Case(cp=2, ep=2, length=12, layers=2, **SINKS, keep_gathered=True, poison=True),
     Case(cp=4, length=16, family="qwen3_5_moe", poison=True),
     Case(cp=2, pp=2, length=8, family="qwen3_next", poison=True),
+    Case(cp=2, replicas=2, length=8, family="qwen3_moe"),
 ]
 MORE_ON_FOUR = [
     Case(cp=4, length=16, **SINKS),
@@ -69,7 +70,6 @@ MORE_ON_FOUR = [
     Case(cp=2, ep=2, length=12, family="qwen3_moe", balance_level="global_batch"),
     Case(cp=2, pp=2, length=8, poison=True, z_loss=0.1),
     Case(cp=2, length=8, memory="recompute"),
-    Case(cp=2, replicas=2, length=8, family="qwen3_moe"),
     Case(cp=2, length=12, family="qwen3_moe", gather="block"),
     Case(cp=2, length=12, **SINKS, poison=True),
     Case(cp=2, ep=2, length=12, **SINKS, poison=True),

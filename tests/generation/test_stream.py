@@ -8,7 +8,7 @@ import random
 import pytest
 
 from generation.tokenizers_of_tests import SAMPLES, byte_level, word_pieces
-from lather.generation.text import TextStream
+from lather.generation.text import MOST_TOKENS, TextStream
 
 
 def pieces(stream: TextStream, tokens: list[int]) -> list[str]:
@@ -71,6 +71,15 @@ def test_words_keep_the_space_before_them_after_tokens_without_a_text() -> None:
     tokens = [0, call, 1, call, call, 0, 7, 1]
     assert tokenizer.decode(tokens) == "the cat the  cat"
     assert "".join(pieces(TextStream(tokenizer), tokens)) == "the cat the  cat"
+
+
+def test_tokens_without_a_text_do_not_pile_up() -> None:
+    tokenizer = word_pieces()
+    tokenizer.add_special_tokens(["<call>"])
+    stream = TextStream(tokenizer)
+    for _ in range(1000):
+        assert stream.push(tokenizer.token_to_id("<call>")) == ""
+        assert len(stream._tokens) <= MOST_TOKENS
 
 
 @pytest.mark.parametrize(

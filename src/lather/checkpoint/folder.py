@@ -279,7 +279,7 @@ def damaged(file: Path, error: Exception) -> CheckpointError:
     cause = error.__context__ if isinstance(error, ExchangeError) else error
     if isinstance(cause, OSError) and not isinstance(cause, NO_FILE):
         text = remedy_of(cause) or "try again, or use another checkpoint"
-        return CheckpointError(f"{file}: cannot be read ({cause.strerror}): {text}")
+        return CheckpointError(f"{file}: cannot be read ({cause.strerror or cause}): {text}")
     return CheckpointError(
         f"{file}: missing or damaged ({error}): delete {file.parent} to resume from the checkpoint "
         "before it"

@@ -97,7 +97,7 @@ def sweep_command(arguments: list[str]) -> int:
         nonlocal data  # a source on a hub has one commit in all runs
         config = parse(values)[0].config
         data = pinned_data(config.data, data)
-        same = (run.config for run in listed if _starts(run.values) == _starts(values))
+        same = (run.config for run in listed if _start_alike(run.config, config, values))
         return _with_pinned_start(replace(config, data=data), next(same, None))
 
     chosen = grid(varied, options.seeds, configure)
@@ -161,9 +161,12 @@ def _parse(
         raise ConfigError(f"{error} (with {told})" if told else str(error)) from None
 
 
-def _starts(values: Values) -> tuple[str | None, str | None]:
-    """Return the values that are varied of the fields that name a checkpoint."""
-    return values.get("init_from"), values.get("fork_from")
+def _start_alike(listed: Config, config: Config, varied: Collection[str]) -> bool:
+    """Return whether a configuration may mean the checkpoints of a listed run, as far as they are
+    varied."""
+    fields = [name for name in ("init_from", "fork_from") if name in varied]
+    pairs = [(getattr(listed, field), getattr(config, field)) for field in fields]
+    return all(before == name or is_fork_of(before, name) for before, name in pairs)
 
 
 def _with_pinned_start(config: Config, listed: Config | None) -> Config:

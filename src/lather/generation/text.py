@@ -20,7 +20,7 @@ from lather.models.generate import Continuations, Sampling
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 """The character that tokenizers return for an incomplete character."""
-TOKENS_BEFORE = 8
+TOKENS_BEFORE, MOST_TOKENS = 8, 64
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class TextStream:
         grown = self._grown()
         if grown.endswith(UNKNOWN):
             return ""
-        if grown:  # after tokens without text alone, such as special ones, a word has no space
+        # after tokens without text alone, such as special ones, a word has no space
+        if grown or len(self._tokens) > MOST_TOKENS:
             self._tokens = self._tokens[self._done :]
         self._done = len(self._tokens)
         return self._without_stop_text(grown)

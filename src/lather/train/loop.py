@@ -267,6 +267,7 @@ class _TrainingRun:
 
     def _roll_back(self, before: RolledBack) -> RolledBack:
         """Return how the run goes on from the newest checkpoint: without the steps since then."""
+        self._check_in_place()
         checkpoints = broadcast(list_checkpoints(self.saver.folder), self.mesh.control_group)
         checkpoint = step_of(checkpoints[-1]) if checkpoints else 0
         again = before.again(checkpoint, self.progress.step, self.data)
@@ -382,10 +383,14 @@ class _TrainingRun:
         self._keep_best()
         return is_best
 
-    def _save(self) -> Path:
+    def _check_in_place(self) -> None:
+        """Raise RunError on all ranks if the run's folder was deleted or replaced."""
         with errors_on_all_ranks(self.mesh.control_group):
             if self.run_dir is not None:
                 self.run_dir.check_in_place()
+
+    def _save(self) -> Path:
+        self._check_in_place()
         self.record.sync()
         return self.saver.save(self.progress)
 
