@@ -97,6 +97,14 @@ def remedy_of(error: OSError) -> str:
     return REMEDIES.get(error.errno or 0, "") if is_of_file else ""
 
 
+def unreadable(file: Path, error: Exception) -> str:
+    """Say that a file, which may be whole, cannot be read, and what helps; return an empty text if
+    the error says nothing of the kind."""
+    if isinstance(error, OSError) and (remedy := remedy_of(error)):
+        return f"{file}: cannot be read ({error.strerror}): {remedy}"
+    return ""
+
+
 @contextlib.contextmanager
 def names_failing_disk(path: Path) -> Iterator[None]:
     """Raise the OSError of a disk (`OF_WRITES`) in the block with the name `path`: that of a write

@@ -16,7 +16,7 @@ import pytest
 from making_helpers import Make, documents_of, texts_of
 
 from forked import ForkedPython
-from lather.data import dataset, records
+from lather.data import dataset, documents, records
 from lather.data.batch_sizes import BatchSizes
 from lather.data.batches import HeldOut, read_batch
 from lather.data.config import DataConfig
@@ -355,7 +355,7 @@ def test_a_folder_of_something_else_is_not_to_be_deleted(tmp_path: Path) -> None
     assert "delete" not in str(caught.value)
 
 
-def test_a_manifest_that_may_not_be_read_is_not_to_be_deleted(
+def test_a_file_that_may_not_be_read_is_not_to_be_deleted(
     data: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = opened(data).folder
@@ -363,9 +363,13 @@ def test_a_manifest_that_may_not_be_read_is_not_to_be_deleted(
     def refuse(path: Path) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(dataset, "read_text", refuse)
+    for module in (dataset, documents):
+        monkeypatch.setattr(module, "read_text", refuse)
     with pytest.raises(DataError, match=r"dataset.json: cannot be read \(Perm") as caught:
         DataSet(folder)
+    assert "delete" not in str(caught.value)
+    with pytest.raises(DataError, match=r"tokenizer.json: cannot be read \(Perm") as caught:
+        load_tokenizer(folder / "tokenizer.json", "delete it")
     assert "delete" not in str(caught.value)
 
 

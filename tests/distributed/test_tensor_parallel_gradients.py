@@ -4,6 +4,7 @@ cut along its rows, and unsummed for norms of parts of the sequence."""
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -39,17 +40,18 @@ def differences(rank: int, world_size: int, kind: str, factor: float) -> tuple[l
     one = nn.Sequential(nn.Embedding(14, 8), nn.LayerNorm(8), nn.Linear(8, 14))
     many = parallelize_module(copy.deepcopy(one), init_device_mesh("cpu", (world_size,)), PLAN)
     alone, ours = make(kind, one), make(kind, many)
+    sharded: list[tuple[str, Any]] = [*many.named_parameters()]
     moved = set[str]()
     for step in range(3):
         many(torch.arange(8).view(2, 4) + step).square().mean().backward()
-        for (name, q), p in zip(many.named_parameters(), one.parameters(), strict=True):
-            moved |= {name} if q.grad.placements != q.placements else set()  # type: ignore[union-attr]
-            p.grad = q.grad.full_tensor()  # type: ignore[union-attr]
+        for (name, q), p in zip(sharded, one.parameters(), strict=True):
+            moved |= {name} if q.grad.placements != q.placements else set()
+            p.grad = q.grad.full_tensor()
         ours.step(gradient_factor=factor)
         alone.step(gradient_factor=factor)
         ours.zero_grad()
-    pairs = zip(many.named_parameters(), one.parameters(), strict=True)
-    wrong = [name for (name, q), p in pairs if not torch.equal(q.full_tensor(), p)]  # type: ignore[attr-defined]
+    pairs = zip(sharded, one.parameters(), strict=True)
+    wrong = [name for (name, q), p in pairs if not torch.equal(q.full_tensor(), p)]
     return wrong, moved
 
 

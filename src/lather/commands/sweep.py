@@ -175,9 +175,9 @@ def _with_pinned_start(config: Config, listed: Config | None) -> Config:
     runs may save others while the sweep trains."""
 
     def pinned(name: str, before: str) -> str:
-        if not name or name == before or is_fork_of(before, name):
-            return name and before
-        if (folder_of(name) / CONFIG_FILE).is_file():  # that of Hugging Face
+        if name and (name == before or is_fork_of(before, name)):
+            return before
+        if not name or (folder_of(name) / CONFIG_FILE).is_file():  # that of Hugging Face
             return name
         try:
             run, checkpoint = find_checkpoint(name)

@@ -22,7 +22,7 @@ from typing import Any
 
 from lather.data.shards import ShardEntry, ShardReader, token_dtype
 from lather.errors import DataError
-from lather.files import digest_of, read_text, remedy_of, sha256
+from lather.files import digest_of, read_text, sha256, unreadable
 from lather.formats import DATA_SET
 
 MANIFEST = "dataset.json"
@@ -124,8 +124,8 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        if isinstance(error, OSError) and (text := remedy_of(error)):  # it may be whole
-            raise DataError(f"{path}: cannot be read ({error.strerror}): {text}") from None
+        if text := unreadable(path, error):
+            raise DataError(text) from None
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"{path}: missing or damaged ({reason}): {remedy}") from None
 

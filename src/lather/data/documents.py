@@ -23,7 +23,7 @@ from lather.data.shards import Array
 from lather.data.texts import cut
 from lather.data.token_rows import TokenRow
 from lather.errors import DataError
-from lather.files import read_text
+from lather.files import read_text, unreadable
 
 PART_CHARACTERS = 1 << 20
 BATCH_CHARACTERS = 1 << 20
@@ -174,11 +174,12 @@ def _in_batches(
 
 def load_tokenizer(path: Path, remedy: str) -> Tokenizer:
     """Load a `tokenizer.json`. Raises DataError, with the path and this remedy, if it is missing or
-    damaged."""
+    damaged, and with another if it may not be read."""
     try:
         tokenizer = Tokenizer.from_str(read_text(path))
     except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"{path}: not a usable tokenizer ({error}): {remedy}") from None
+        text = unreadable(path, error) or f"{path}: not a usable tokenizer ({error}): {remedy}"
+        raise DataError(text) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
